@@ -1,0 +1,111 @@
+"""Statistics against published values, and by simulation: what is claimed to cover is seen to cover."""
+
+import numpy as np
+import pytest
+
+from vitpos import stats
+
+
+def test_wilson_hand_worked():
+    # Newcombe 1998, Stat. Med. 17, table I (method 3): 81 of 263 gives 0.2553..0.3662; 0 of 20 gives 0..0.1611.
+    e = stats.accuracy(np.arange(263) < 81)
+    assert (round(e.low, 4), round(e.high, 4), e.n) == (0.2553, 0.3662, 263)
+    e = stats.accuracy(np.zeros(20, bool))
+    assert (e.low, round(e.high, 4)) == (0.0, 0.1611)
+    assert stats.accuracy(np.ones(20)).high == 1.0
+    assert e.over == "images, for this model" and e.as_dict()["level"] == 0.95
+
+
+def test_agreement_hand_worked():
+    pred = np.array([[1, 1, 5], [1, 2, 6], [1, 2, 7]])  # [3 shifts, 3 images]
+    np.testing.assert_allclose(stats.pairwise_agreement(pred), [1, 1 / 3, 0])
+    np.testing.assert_allclose(stats.reference_agreement(pred[1:], pred[0]), [1, 0, 0])
+
+
+def test_pairwise_agreement_equals_a_loop_over_pairs():
+    pred = np.random.default_rng(0).integers(0, 4, (7, 11))
+    loop = np.mean([pred[i] == pred[j] for i in range(7) for j in range(i)], axis=0)
+    np.testing.assert_allclose(stats.pairwise_agreement(pred), loop)
+
+
+def test_paired_difference_hand_worked():
+    # 10 gained, 2 lost of 50: value 0.16; Agresti-Min: 8/52 -+ 1.96 sqrt(13 - 64/52)/52.
+    a, b = np.zeros(50), np.zeros(50)
+    a[:10], b[10:12] = 1, 1
+    e = stats.paired_difference(a, b)
+    half = 1.959964 * np.sqrt(13 - 64 / 52) / 52
+    np.testing.assert_allclose([e.value, e.low, e.high], [0.16, 8 / 52 - half, 8 / 52 + half], atol=1e-6)
+    same = stats.paired_difference(a, a)
+    assert same.value == 0 and same.low < 0 < same.high
+
+
+def naive_minimum(correct):
+    return correct.mean(axis=1).min()
+
+
+def test_naive_minimum_is_biased_low_and_split_is_not():
+    rng, truth = np.random.default_rng(1), 0.8
+    draws = rng.random((400, 15, 360)) < truth
+    naive = np.mean([naive_minimum(c) for c in draws])
+    split = np.mean([stats.worst_of_grid(c)[0].value for c in draws])
+    assert naive < truth - 0.025  # the reference gives 2.6 to 4 points
+    assert abs(split - truth) < 4 * np.sqrt(truth * (1 - truth) / 360 / 400) + 1e-3
+
+
+def test_worst_of_grid_finds_a_clear_worst_position():
+    rng = np.random.default_rng(2)
+    correct = rng.random((6, 400)) < np.array([0.9, 0.9, 0.3, 0.9, 0.9, 0.9])[:, None]
+    estimate, chosen = stats.worst_of_grid(correct)
+    assert chosen == (2, 2)
+    assert estimate.value == pytest.approx(correct[2].mean(), abs=1e-9)  # both halves together are all images
+
+
+def coverage(estimates, truth):
+    return np.mean([e.low <= truth <= e.high for e in estimates])
+
+
+def test_intervals_cover_by_simulation():
+    """2,000 draws each; the standard error of a coverage of 0.95 is 0.005."""
+    rng, draws = np.random.default_rng(3), 2000
+    for p in (0.5, 0.9, 0.97):
+        assert 0.93 <= coverage((stats.accuracy(c) for c in rng.random((draws, 360)) < p), p) <= 0.975
+    # Clustered: an image's rate varies (Beta, mean 0.75), 16 positions answer with that rate.
+    rates = rng.beta(1.5, 0.5, (draws, 200))
+    scores = rng.binomial(16, rates) / 16
+    assert 0.93 <= coverage((stats.mean_over_images(s, 16) for s in scores), 0.75) <= 0.975
+    # Negative control: all answers treated as independent, which is the mistake that clustering prevents.
+    independent = (stats.accuracy(np.arange(200 * 16) < round(s.sum() * 16)) for s in scores)
+    assert coverage(independent, 0.75) < 0.7
+    # Worst of truly equal positions, correlated within an image.
+    correct = rng.random((1000, 9, 200)) < rng.beta(4, 1, (1000, 1, 200))
+    assert 0.93 <= coverage((stats.worst_of_grid(c)[0] for c in correct), 0.8) <= 0.98
+    assert np.mean([stats.accuracy(c[c.mean(axis=1).argmin()]).high < 0.8 for c in correct]) > 0.05  # naive
+    # Paired difference of two correlated models: 0.1 apart.
+    u = rng.random((draws, 300))
+    noise = rng.random((draws, 300)) < 0.1
+    a, b = (u < 0.8) ^ noise, (u < 0.675)
+    truth = (0.8 * 0.9 + 0.2 * 0.1) - 0.675
+    assert 0.93 <= coverage((stats.paired_difference(x, y) for x, y in zip(a, b)), truth) <= 0.975
+
+
+def test_agreement_everywhere_still_has_an_interval():
+    e = stats.mean_over_images(np.ones(100), repeats=16)
+    assert e.value == e.high == 1 and e.low == pytest.approx(stats.accuracy(np.ones(100)).low)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: stats.accuracy([]),
+        lambda: stats.accuracy([0.5, 2]),
+        lambda: stats.accuracy([[1, 0]]),
+        lambda: stats.worst_of_grid([[1]]),
+        lambda: stats.pairwise_agreement([[1, 2]]),
+        lambda: stats.reference_agreement([[1, 2]], [1]),
+        lambda: stats.paired_difference([1, 0], [1]),
+        lambda: stats.paired_difference([0.5], [1]),
+    ],
+)
+def test_bad_input_is_a_value_error(call):
+    with pytest.raises(ValueError):
+        call()

@@ -1,0 +1,139 @@
+"""Intervals for per-image results, each labelled with what it is over.
+
+Every function takes arrays in which one column (the last axis) is one test image, because the image is the unit that
+was sampled: positions, sizes and shifts of one image are repeated measurements, never independent samples. What comes
+back speaks of *this model on images like these*; it says nothing about the encoding in general, for which several
+training runs (seeds) are needed.
+
+Shapes: S shifts or positions, N images.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy.stats import norm
+from statsmodels.stats.proportion import proportion_confint
+
+OVER_IMAGES = "images, for this model"
+LEVEL = 0.95
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A number with its interval. `over` says which repetition the interval is about; `n` counts the images."""
+
+    value: float
+    low: float
+    high: float
+    n: int
+    method: str
+    over: str = OVER_IMAGES
+    level: float = LEVEL
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def _scores(values: ArrayLike, ndim: int) -> NDArray[np.float64]:
+    array = np.asarray(values, dtype=np.float64)
+    if array.ndim != ndim or 0 in array.shape:
+        axes = "[N images]" if ndim == 1 else "[S positions, N images]"
+        raise ValueError(f"expected a non-empty array {axes}, got shape {array.shape}")
+    if array.min() < 0 or array.max() > 1:
+        raise ValueError(f"expected scores in 0..1, got {array.min():g}..{array.max():g}")
+    return array
+
+
+def _wilson(p: float, n: float, level: float) -> tuple[float, float]:
+    low, high = proportion_confint(p * n, n, alpha=1 - level, method="wilson")
+    # At p = 0 and p = 1 the closed form misses the point itself by one rounding.
+    return min(max(float(low), 0.0), p), max(min(float(high), 1.0), p)
+
+
+def accuracy(correct: ArrayLike, level: float = LEVEL) -> Estimate:
+    """Share of right answers, correct [N] -> Wilson score interval (Wilson 1927, JASA 22)."""
+    values = _scores(correct, 1)
+    p, n = float(values.mean()), len(values)
+    return Estimate(p, *_wilson(p, n, level), n, "wilson", level=level)
+
+
+def mean_over_images(scores: ArrayLike, repeats: int, level: float = LEVEL) -> Estimate:
+    """Mean of per-image scores in 0..1, scores [N], each the average of `repeats` measurements of that image.
+
+    Wilson interval at the effective sample size n p (1 - p) / s^2 (the design-effect correction of survey statistics;
+    Franco et al. 2019, J. Survey Stat. Methodol. 7), s^2 the variance between images: clustered by image. It lies
+    between n (each image answers all or nothing) and n * repeats (independent answers); if all images score alike it
+    is n, so that agreement everywhere still has an interval.
+    """
+    values = _scores(scores, 1)
+    p, n = float(values.mean()), len(values)
+    variance = float(values.var(ddof=1)) if n > 1 else 0.0
+    effective = float(n)
+    if variance > 1e-12:
+        effective = float(np.clip(n * p * (1 - p) / variance, n, n * max(repeats, 1)))
+    return Estimate(p, *_wilson(p, effective, level), n, "wilson, clustered by image", level=level)
+
+
+def worst_of_grid(correct: ArrayLike, seed: int = 0, level: float = LEVEL) -> tuple[Estimate, tuple[int, int]]:
+    """Accuracy at the worst position, correct [S, N] -> (estimate, the position that each half chose).
+
+    The plain minimum over S positions is biased low: it picks noise. Here the worst position is chosen on one half of
+    the images and scored on the other; the two directions are averaged. The halves depend on N and `seed` only, so
+    that all models evaluated on the same images are split alike. What is estimated is the accuracy at the position
+    that half of the images point to, which is the true minimum or slightly above it, never below. The interval is
+    Wilson's at n = N (by concavity never narrower than the two halves' binomials combined), given the chosen positions.
+    """
+    values = _scores(correct, 2)
+    n = values.shape[1]
+    if n < 2:
+        raise ValueError(f"the worst position needs at least 2 images (one half chooses, one scores), got {n}")
+    order = np.random.default_rng(seed).permutation(n)
+    halves = order[: n // 2], order[n // 2 :]
+    chosen = tuple(int(values[:, half].mean(axis=1).argmin()) for half in halves)
+    p = float(values[chosen[0], halves[1]].mean() + values[chosen[1], halves[0]].mean()) / 2
+    estimate = Estimate(p, *_wilson(p, n, level), n, "split halves, wilson", level=level)
+    return estimate, (chosen[0], chosen[1])
+
+
+def pairwise_agreement(predictions: ArrayLike) -> NDArray[np.float64]:
+    """Per image, the share of unordered pairs of distinct shifts with the same decision: [S, N] -> [N]."""
+    labels = np.asarray(predictions)
+    if labels.ndim != 2 or labels.shape[0] < 2:
+        raise ValueError(f"pairwise agreement needs decisions [S >= 2, N], got shape {labels.shape}")
+    count, n = labels.shape
+    classes, codes = np.unique(labels, return_inverse=True)
+    votes = np.zeros((n, len(classes)))
+    np.add.at(votes, (np.broadcast_to(np.arange(n), (count, n)), codes.reshape(count, n)), 1)
+    return (votes * (votes - 1)).sum(axis=1) / (count * (count - 1))
+
+
+def reference_agreement(predictions: ArrayLike, reference: ArrayLike) -> NDArray[np.float64]:
+    """Per image, the share of shifts whose decision is the reference decision: [S, N], [N] -> [N]."""
+    labels, base = np.asarray(predictions), np.asarray(reference)
+    if labels.ndim != 2 or labels.shape[0] < 1 or base.shape != labels.shape[1:]:
+        raise ValueError(f"expected decisions [S >= 1, N] and a reference [N], got {labels.shape} and {base.shape}")
+    return (labels == base).mean(axis=0)
+
+
+def paired_difference(correct: ArrayLike, baseline: ArrayLike, level: float = LEVEL) -> Estimate:
+    """Accuracy of one model minus that of another on the same images, both [N] of 0 or 1.
+
+    Interval of Agresti & Min 2005 (Stat. Med. 24): half a count added to each cell of the 2x2 table, then Wald.
+    """
+    a, b = _scores(correct, 1), _scores(baseline, 1)
+    if a.shape != b.shape or not np.isin(np.concatenate([a, b]), (0, 1)).all():
+        raise ValueError(f"expected two arrays of 0 or 1 over the same images, got shapes {a.shape} and {b.shape}")
+    n, gained, lost = len(a), float(((a == 1) & (b == 0)).sum()), float(((a == 0) & (b == 1)).sum())
+    centre = (gained - lost) / (n + 2)
+    spread = np.sqrt(gained + lost + 1 - (gained - lost) ** 2 / (n + 2)) / (n + 2)
+    z = float(norm.ppf(0.5 + level / 2))
+    value = (gained - lost) / n
+    low, high = max(-1.0, centre - z * spread), min(1.0, centre + z * spread)
+    return Estimate(
+        value, min(float(low), value), max(float(high), value), n, "paired by image, agresti-min",
+        over="the same images, for these two models", level=level,
+    )  # fmt: skip
