@@ -1,0 +1,376 @@
+import os
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from vitpos import data, seeds
+
+CIFAR10 = os.environ.get("VITPOS_CIFAR10")
+IMAGENETTE = os.environ.get("VITPOS_IMAGENETTE")
+
+
+def digits(split="train", seed=0, **options):
+    return data.load({"name": "digits", **options}, split, seed)
+
+
+def make_tree(root: Path, parts: tuple[str, ...], size=(32, 32), images=4, classes=("ant", "bee")) -> Path:
+    rng = np.random.default_rng(0)
+    for part in parts:
+        for name in classes:
+            folder = root / part / name
+            folder.mkdir(parents=True)
+            for i in range(images):
+                pixels = rng.integers(0, 256, (*size, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(folder / f"{i}.png")
+    return root
+
+
+def folder(root, split="train", seed=0, **options):
+    return data.load(
+        {"name": "folder", "root": str(root), "img_size": 16, "workers": 0, **options}, split, seed
+    )
+
+
+# splits
+
+
+def test_digits_splits_are_disjoint_and_complete():
+    parts = [set(digits(split).ids) for split in data.SPLITS]
+    assert [len(p) for p in parts] == [1221, 216, 360]
+    assert len(set.union(*parts)) == 1797
+
+
+def test_validation_follows_the_seed_and_test_does_not():
+    assert digits("test", 0).ids == digits("test", 1).ids
+    assert digits("val", 0).ids == digits("val", 0).ids
+    assert digits("val", 0).ids != digits("val", 1).ids
+
+
+def test_splits_are_stratified():
+    total = sum(torch.bincount(digits(split).labels) for split in data.SPLITS)
+    for split in data.SPLITS:
+        labels = digits(split).labels
+        proportional = total * len(labels) / total.sum()
+        assert (torch.bincount(labels) - proportional).abs().max() < 1.5
+
+
+def test_stratified_counts():
+    labels = np.repeat([0, 1, 2], [10, 20, 3])
+    chosen = data.stratified(labels, seeds.sample_keys([str(i) for i in range(33)]), 11, 0)
+    assert np.bincount(labels[chosen]).tolist() == [3, 7, 1]
+    with pytest.raises(ValueError, match="class 1 has a single image"):
+        data.stratified(np.array([0, 0, 1]), seeds.sample_keys(["a", "b", "c"]), 1, 0)
+
+
+# digits
+
+
+def test_place_puts_the_object_where_it_says():
+    ds = digits("test")
+    x = ds.place([0, 5], (3, 7), canvas=(20, 30))
+    assert x.shape == (2, 1, 20, 30)
+    assert torch.equal(x[:, :, 3:15, 7:19], ds.objects[[0, 5]])
+    assert x.sum() == pytest.approx(ds.objects[[0, 5]].sum().item(), rel=1e-6)
+    assert not torch.equal(x, ds.place([0, 5], (7, 3), canvas=(20, 30)))
+
+
+def test_place_outside_the_canvas():
+    ds = digits("test")
+    for offset in [(13, 0), (0, 13), (-1, 0)]:
+        with pytest.raises(ValueError, match="outside the 24x24 canvas"):
+            ds.place([0], offset)
+
+
+def test_home_offsets_are_fixed_by_sample_and_cover_every_phase():
+    ds = digits("test")
+    assert torch.equal(ds.batch([3, 8]), ds.batch([8, 3]).flip(0))
+    assert {tuple(o) for o in ds.home} == {(dy, dx) for dy in range(4) for dx in range(4)}
+
+
+def corners(x: torch.Tensor) -> torch.Tensor:
+    """int64 [b, 2]: first non-black row and column."""
+    return torch.stack([(x[:, 0].amax(2) > 0).int().argmax(1), (x[:, 0].amax(1) > 0).int().argmax(1)], 1)
+
+
+def test_placement_of_training_images():
+    home, uniform = (digits(placement=p).augmented(range(400), 0, 1) for p in ("home", "uniform"))
+    blank = corners(digits().place(range(400), (0, 0)))
+    offsets = corners(home) - blank
+    assert offsets.min() == 0
+    assert offsets.max() == 3
+    offsets = corners(uniform) - blank
+    assert offsets.min() == 0
+    assert offsets.max() == 12
+
+
+@pytest.mark.parametrize("kind", ["digits", "cifar", "folder"])
+def test_augmentation_is_keyed_by_seed_epoch_and_sample(kind, tmp_path):
+    if kind == "digits":
+        ds = digits()
+    elif kind == "cifar":
+        ds = cifar_tree(tmp_path)
+    else:
+        ds = folder(make_tree(tmp_path, ("train", "val"), images=20))
+    x = ds.augmented([0, 1, 2, 3, 4, 5], seed=0, epoch=1)
+    assert torch.equal(x[[4, 1]], ds.augmented([4, 1], seed=0, epoch=1)), "another batch, the same images"
+    assert not torch.equal(x, ds.augmented([0, 1, 2, 3, 4, 5], seed=0, epoch=2))
+    assert not torch.equal(x, ds.augmented([0, 1, 2, 3, 4, 5], seed=1, epoch=1))
+
+
+def test_drawing_augmentation_leaves_the_global_stream_alone(tmp_path):
+    ds = folder(make_tree(tmp_path, ("train", "val"), images=20))
+    torch.manual_seed(0)
+    expected = torch.rand(1)
+    torch.manual_seed(0)
+    ds.augmented([0, 1], 0, 0)
+    assert torch.equal(torch.rand(1), expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"object_size": 22}, "does not fit"),
+        ({"patch": 0}, "data.patch=0"),
+        ({"placement": "hme"}, "did you mean home"),
+        ({"val_fraction": 1.5}, "between 0 and 1"),
+        ({"canvass": 32}, "did you mean canvas"),
+    ],
+)
+def test_digits_options_that_make_no_sense(options, message):
+    with pytest.raises(ValueError, match=message):
+        digits(**options)
+
+
+def test_unknown_dataset_split_and_type():
+    with pytest.raises(ValueError, match="did you mean cifar10"):
+        data.load({"name": "cifar1"})
+    with pytest.raises(ValueError, match="did you mean val"):
+        digits("vall")
+    with pytest.raises(TypeError, match=r"data.canvas='24' is str, expected int"):
+        digits(canvas="24")
+
+
+# batches
+
+
+def test_epoch_batches_visit_each_sample_at_most_once_and_in_a_new_order():
+    first, again, later = (data.epoch_batches(103, 10, 0, e) for e in (0, 0, 1))
+    assert len(first) == 10
+    assert len(set(torch.cat(first).tolist())) == 100
+    assert torch.equal(torch.cat(first), torch.cat(again))
+    assert not torch.equal(torch.cat(first), torch.cat(later))
+
+
+def test_processes_share_the_same_global_batch():
+    single = data.epoch_batches(50, 8, 0, 0)
+    pair = [data.epoch_batches(50, 8, 0, 0, rank, 2) for rank in (0, 1)]
+    for whole, a, b in zip(single, *pair):
+        assert torch.equal(whole, torch.cat([a, b]))
+    with pytest.raises(ValueError, match="cannot be split evenly among 3 processes"):
+        data.epoch_batches(50, 8, 0, 0, 0, 3)
+    with pytest.raises(ValueError, match=r"must lie in 1..50"):
+        data.epoch_batches(50, 64, 0, 0)
+
+
+def test_iterate_yields_images_with_their_labels():
+    ds = digits("val")
+    batches = data.eval_batches(len(ds), 100)
+    out = list(ds.iterate(batches))
+    assert torch.equal(torch.cat([y for _, y in out]), ds.labels)
+    assert torch.equal(torch.cat([x for x, _ in out]), ds.batch(range(len(ds))))
+
+
+def test_normalize():
+    info = data.Info("x", ["a"], 2, (1, 1), [0.5, 0.25], [0.5, 2.0])
+    x = torch.tensor([1.0, 0.25]).reshape(1, 2, 1, 1)
+    assert torch.equal(data.normalize(x, info).flatten(), torch.tensor([1.0, 0.0]))
+
+
+def test_digits_statistics_are_near_those_of_the_info():
+    x = data.normalize(digits().batch(range(1221)), digits().info)
+    assert abs(x.mean().item()) < 0.05
+    assert abs(x.std().item() - 1) < 0.05
+
+
+# CIFAR, in both layouts
+
+
+def cifar_tree(root, split="train", **options):
+    make_tree(root, ("train", "test"), classes=[f"class{i}" for i in range(10)])
+    return data.load({"name": "cifar10", "root": str(root), "val_fraction": 0.25, **options}, split)
+
+
+def test_cifar_class_folders(tmp_path):
+    ds = cifar_tree(tmp_path)
+    assert (len(ds), ds.info.in_chans, ds.info.img_size) == (30, 3, (32, 32))
+    with Image.open(tmp_path / ds.ids[7]) as image:
+        pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
+    assert torch.equal(ds.images[7], pixels)
+    assert torch.equal(ds.batch([7])[0], pixels.float() / 255)
+    assert ds.info.classes[ds.labels[7]] == Path(ds.ids[7]).parent.name
+
+
+def test_cifar_crop_and_flip_by_hand(tmp_path):
+    ds = cifar_tree(tmp_path)
+    x = ds.augmented(list(range(8)), seed=0, epoch=0)
+    draws = seeds.integers(seeds.stream(0, "augment", 0), ds.keys[:8], (9, 9, 2))
+    assert set(draws[:, 2]) == {0, 1}
+    for i, (dy, dx, flip) in enumerate(draws):
+        padded = torch.nn.functional.pad(ds.images[i], [4, 4, 4, 4])
+        image = padded[:, dy : dy + 32, dx : dx + 32]
+        image = image.flip(2) if flip else image
+        assert torch.equal(x[i], image.float() / 255)
+
+
+def test_cifar_without_augmentation_is_the_image(tmp_path):
+    ds = cifar_tree(tmp_path, crop_padding=0, flip=False)
+    assert torch.equal(ds.augmented([3, 1], 0, 0), ds.batch([3, 1]))
+
+
+def test_cifar_archive(tmp_path, monkeypatch):
+    """torchvision's layout, with its checksums switched off: the real archive is large and not shipped."""
+    base = tmp_path / "cifar-10-batches-py"
+    base.mkdir()
+    rng = np.random.default_rng(0)
+    names = [f"class{i}" for i in range(10)]
+    for name in [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]:
+        batch = {
+            "data": rng.integers(0, 256, (20, 3072), dtype=np.uint8),
+            "labels": [i % 10 for i in range(20)],
+        }
+        (base / name).write_bytes(pickle.dumps(batch))
+    (base / "batches.meta").write_bytes(pickle.dumps({"label_names": names}))
+    cfg = {"name": "cifar10", "root": str(tmp_path)}
+    with pytest.raises(ValueError, match="incomplete or corrupt"):
+        data.load(cfg)
+    monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda *_: True)
+    train, val, test = (data.load(cfg, split) for split in data.SPLITS)
+    assert (len(train), len(val), len(test)) == (90, 10, 20)
+    assert test.info.classes == names
+    expected = pickle.loads((base / "test_batch").read_bytes())["data"][4].reshape(3, 32, 32)
+    np.testing.assert_array_equal(test.images[4].numpy(), expected)
+
+
+def test_cifar_missing_or_wrong(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no cifar10 below"):
+        data.load({"name": "cifar10", "root": str(tmp_path)})
+    make_tree(tmp_path, ("train",))
+    with pytest.raises(ValueError, match="holds 2 classes, cifar10 has 10"):
+        data.load({"name": "cifar10", "root": str(tmp_path)})
+
+
+def test_cifar_image_of_another_size(tmp_path):
+    make_tree(tmp_path, ("train",), size=(32, 40), classes=[f"class{i}" for i in range(10)])
+    with pytest.raises(ValueError, match="is 40x32 pixels"):
+        data.load({"name": "cifar10", "root": str(tmp_path)})
+
+
+# folders
+
+
+def tops(ds) -> set[str]:
+    return {i.split("/")[0] for i in ds.ids}
+
+
+def test_folder_splits(tmp_path):
+    three = make_tree(tmp_path / "three", ("train", "val", "test"), images=8)
+    assert [tops(folder(three, split)) for split in data.SPLITS] == [{"train"}, {"val"}, {"test"}]
+    assert len(folder(three, "train")) == 16
+    two = make_tree(tmp_path / "two", ("train", "val"), images=8)
+    assert [tops(folder(two, split)) for split in data.SPLITS] == [{"train"}, {"train"}, {"val"}]
+    one = make_tree(tmp_path / "one", (".",), images=8)
+    parts = [set(folder(one, s).ids) for s in data.SPLITS]
+    assert len(set.union(*parts)) == sum(map(len, parts)) == 16
+    assert folder(one, "test", 0).ids == folder(one, "test", 1).ids
+
+
+def test_folder_resizes_and_crops_the_centre(tmp_path):
+    root = make_tree(tmp_path, ("train", "val"), size=(24, 40))
+    pixels = np.zeros((16, 32, 3), np.uint8)
+    pixels[:, 8:24] = 200  # the central square of a 16 x 32 image
+    Image.fromarray(pixels).save(root / "val" / "ant" / "0.png")
+    ds = folder(root, "test")
+    x = ds.batch([0, 5])
+    assert x.shape == (2, 3, 16, 16)
+    assert torch.all(x[0] == 200 / 255)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_folder_streams_what_batch_gives(tmp_path, workers):
+    ds = folder(make_tree(tmp_path, ("train", "val"), images=6), workers=workers)
+    batches = data.epoch_batches(len(ds), 5, 0, 0)
+    for indices, (x, y) in zip(batches, ds.iterate(batches, seed=0, epoch=3)):
+        assert torch.equal(x, ds.augmented(indices, 0, 3))
+        assert torch.equal(y, ds.labels[indices])
+    (x, _), *_ = ds.iterate(batches)
+    assert torch.equal(x, ds.batch(batches[0]))
+
+
+def test_greyscale_images_become_rgb(tmp_path):
+    root = make_tree(tmp_path, ("train", "val"))
+    Image.new("L", (32, 32), 128).save(root / "val" / "ant" / "0.png")
+    assert torch.all(folder(root, "test").batch([0]) == 128 / 255)
+
+
+def test_empty_class_folder_is_named(tmp_path):
+    root = make_tree(tmp_path, ("train", "val"))
+    (root / "train" / "cow").mkdir()
+    (root / "train" / "cow" / "notes.txt").write_text("no image")
+    with pytest.raises(ValueError, match=r"class folder .*cow holds no image"):
+        folder(root)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_corrupt_image_is_named_in_one_line(tmp_path, workers):
+    root = make_tree(tmp_path, ("train", "val"))
+    bad = root / "val" / "bee" / "1.png"
+    bad.write_bytes(bad.read_bytes()[:100])
+    ds = folder(root, "test", workers=workers)
+    with pytest.raises(ValueError, match=r"cannot decode image .*bee/1\.png") as caught:
+        list(ds.iterate(data.eval_batches(len(ds), 4)))
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_roots(tmp_path):
+    with pytest.raises(ValueError, match=r"needs data\.root"):
+        data.load({"name": "folder"})
+    with pytest.raises(FileNotFoundError, match="is not a folder"):
+        folder(tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="holds 0 class folders"):
+        folder(tmp_path / "empty")
+    with pytest.raises(FileNotFoundError, match="has train/ only"):
+        folder(make_tree(tmp_path / "train_only", ("train",)))
+
+
+def test_test_set_of_other_classes(tmp_path):
+    root = make_tree(tmp_path, ("train", "val"))
+    (root / "val" / "bee").rename(root / "val" / "wasp")
+    with pytest.raises(ValueError, match="different classes: bee, wasp"):
+        folder(root, "test")
+
+
+# real data, when it is there
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CIFAR10 is None, reason="VITPOS_CIFAR10 names no unpacked CIFAR-10")
+def test_real_cifar10():
+    cfg = {"name": "cifar10", "root": CIFAR10}
+    train, val, test = (data.load(cfg, split) for split in data.SPLITS)
+    assert [len(train), len(val), len(test)] == [45_000, 5_000, 10_000]
+    mean = train.images.float().mean((0, 2, 3)) / 255
+    assert mean.tolist() == pytest.approx(train.info.mean, abs=0.002)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(IMAGENETTE is None, reason="VITPOS_IMAGENETTE names no folder with train/ and val/")
+def test_real_folder():
+    ds = data.load({"name": "folder", "root": IMAGENETTE, "img_size": 64}, "test")
+    x, y = next(ds.iterate(data.eval_batches(len(ds), 32)))
+    assert x.shape == (32, 3, 64, 64)
+    assert y.tolist() == ds.labels[:32].tolist()
