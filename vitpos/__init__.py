@@ -1,0 +1,23 @@
+"""Positional encodings for timm's vision transformers: plug in by one string, train, measure spatial invariance."""
+
+from vitpos import encodings as _encodings  # noqa: F401  (registers them)
+from vitpos.backbone import attach, create_model, resize_policy, set_resize
+from vitpos.checkpoint import load, read_card, save
+from vitpos.encoding import Encoding, describe
+from vitpos.spec import list_encodings, parse, register
+
+__version__ = "0.1.0"
+__all__ = [
+    "Encoding",
+    "attach",
+    "create_model",
+    "describe",
+    "list_encodings",
+    "load",
+    "parse",
+    "read_card",
+    "register",
+    "resize_policy",
+    "save",
+    "set_resize",
+]

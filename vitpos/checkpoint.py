@@ -1,0 +1,119 @@
+"""Weights with what is needed to rebuild their model: safetensors, with a JSON card in the file's metadata.
+
+Loading runs no code from the file. The card holds the architecture and its arguments, the spec as written and
+fully resolved, the version of each encoding, the training grid, the classes and the preprocessing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from timm.models import get_model_args
+from torch import nn
+
+from vitpos.backbone import attach, create_model, position_of
+from vitpos.spec import lookup
+
+FORMAT = "vitpos/1"
+
+
+def save(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    classes: Sequence[str] | None = None,
+    preprocessing: Mapping[str, Any] | None = None,
+    extra: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write a model's weights and card to ``path`` (whole or not at all) and return the path.
+
+    ``preprocessing`` holds mean, std, img_size and in_chans; ``extra`` anything that JSON can hold.
+    Raises TypeError for a model without a vitpos encoding, ValueError for one that cannot be rebuilt by name.
+    """
+    path = Path(path)
+    position = position_of(model)
+    architecture = getattr(model, "pretrained_cfg", {}).get("architecture")
+    if not architecture:
+        raise ValueError("the model was not made by name (vitpos.create_model), so it cannot be rebuilt from a file")
+    card = {
+        "format": FORMAT,
+        "architecture": architecture,
+        "model_args": get_model_args(model),
+        "pos": str(position.spec),
+        "pos_resolved": position.spec.resolved,
+        "versions": {name: lookup(name).version for name in position.spec.names},
+        "grid": list(position.geometry.grid),
+        "classes": None if classes is None else list(classes),
+        "preprocessing": None if preprocessing is None else dict(preprocessing),
+        "extra": dict(extra or {}),
+    }
+    try:
+        text = json.dumps(card)
+    except TypeError as error:
+        raise ValueError(f"the model's card cannot be written as JSON: {error}") from None
+    weights = {key: value.detach().contiguous().cpu() for key, value in model.state_dict().items()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".saving-") as folder:
+        whole = Path(folder) / path.name
+        save_file(weights, whole, metadata={"vitpos": text})
+        os.replace(whole, path)
+    return path
+
+
+def read_card(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The card of a saved model. FileNotFoundError without a file, ValueError if it is not one of vitpos's."""
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"no checkpoint at {path}")
+    try:
+        with safe_open(path, framework="pt") as file:
+            text = (file.metadata() or {}).get("vitpos")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} is not a readable safetensors file ({error})") from None
+    if text is None:
+        raise ValueError(f"{path} holds weights but no vitpos card; only files written by vitpos.save can be rebuilt")
+    card = json.loads(text)
+    if card.get("format") != FORMAT:
+        raise ValueError(f"{path} has format {card.get('format')!r}; this version of vitpos reads {FORMAT!r}")
+    return card
+
+
+def load(path: str | os.PathLike[str], device: str | torch.device = "cpu") -> nn.Module:
+    """The model that was saved at ``path``, in evaluation mode.
+
+    Raises FileNotFoundError, or ValueError for a damaged file, weights that do not fit their card, or an
+    encoding whose numbers have changed since.
+    """
+    card = read_card(path)
+    for name, version in card["versions"].items():
+        if lookup(name).version != version:
+            raise ValueError(
+                f"{path} was saved with version {version} of {name}; this vitpos has version {lookup(name).version}, "
+                "which gives other numbers"
+            )
+    args = dict(card["model_args"])
+    nominal = args.pop("img_size", None)
+    model = create_model(card["architecture"], pos="none", **args)
+    model.set_input_size(img_size=[g * p for g, p in zip(card["grid"], model.patch_embed.patch_size)])
+    attach(model, card["pos_resolved"])
+    if nominal is not None:
+        model.set_input_size(img_size=tuple(nominal) if isinstance(nominal, (list, tuple)) else nominal)
+    try:
+        model.load_state_dict(load_file(path))
+    except (RuntimeError, SafetensorError) as error:
+        first = str(error).strip().splitlines()
+        raise ValueError(f"the weights in {path} do not fit their card: {' '.join(first[:2])}") from None
+    if card["preprocessing"]:
+        model.pretrained_cfg = dict(
+            model.pretrained_cfg,
+            **{k: tuple(card["preprocessing"][k]) for k in ("mean", "std") if k in card["preprocessing"]},
+        )
+    return model.to(device).eval()

@@ -1,0 +1,94 @@
+"""From a spec to the encodings of one model, and from positions to what each block is told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from vitpos.attention import Signal
+from vitpos.encoding import Encoding, Geometry
+from vitpos.positions import Positions
+from vitpos.spec import Spec, Term, lookup
+
+
+def check_combination(spec: Spec) -> None:
+    """ValueError, with the reason, for encodings that make no sense together."""
+    for control in ("none", "native"):
+        if control in spec.names and len(spec.names) > 1 and control == "none":
+            others = " + ".join(n for n in spec.names if n != "none")
+            raise ValueError(f"none means no position at all, so it combines with nothing; write {others!r}")
+    rotary = [name for name in spec.names if "angles" in lookup(name).sites()]
+    if len(rotary) > 1:
+        raise ValueError(
+            f"{' and '.join(rotary)} both rotate q and k; two rotations of the same channels are one other "
+            "rotation, not both: use one"
+        )
+
+
+class Position(nn.Module):
+    """The encodings of one model: ``shared`` by all layers, and in ``layers`` one set for each block.
+
+    Legend as in ``attention.py``. ``spec`` is what was asked for; the training grid lies in ``geometry``.
+    """
+
+    def __init__(self, spec: Spec, geometry: Geometry) -> None:
+        super().__init__()
+        check_combination(spec)
+        self.spec = spec
+        self.geometry = geometry
+        self.shared = nn.ModuleDict({t.name: _build(t, geometry) for t in spec.terms if not lookup(t.name).per_layer})
+        own = [t for t in spec.terms if lookup(t.name).per_layer]
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({t.name: _build(t, replace(geometry, layer=layer)) for t in own})
+            for layer in range(geometry.depth if own else 0)
+        )
+
+    def encodings(self) -> Iterator[Encoding]:
+        """All encodings: the shared ones, then layer by layer."""
+        for group in (self.shared, *self.layers):
+            yield from group.values()
+
+    def tokens(self, pos: Positions, owned: Mapping[str, Tensor]) -> Tensor | None:
+        """What is added to the patch tokens [1 | B, N, D]; ``owned`` holds tables that the model keeps."""
+        total = None
+        with _full_precision(pos):
+            for encoding in self.shared.values():
+                if "tokens" not in encoding.sites():
+                    continue
+                own = encoding.model_parameter
+                vectors = encoding.tokens(pos, owned[own]) if own else encoding.tokens(pos)
+                total = vectors if total is None else total + vectors
+        return total
+
+    def shared_signal(self, pos: Positions, prefix: int) -> Signal:
+        """The part of the signal that is the same in every layer, expanded once."""
+        with _full_precision(pos):
+            return _signal(Signal(prefix=prefix), self.shared, pos).expand()
+
+    def signal(self, layer: int, pos: Positions, shared: Signal) -> Signal:
+        """The signal of one block."""
+        if not len(self.layers):
+            return shared
+        with _full_precision(pos):
+            return _signal(shared, self.layers[layer], pos)
+
+
+def _build(term: Term, geometry: Geometry) -> Encoding:
+    return lookup(term.name)(geometry, **dict(term.options))
+
+
+def _signal(signal: Signal, encodings: nn.ModuleDict, pos: Positions) -> Signal:
+    for encoding in encodings.values():
+        if "angles" in encoding.sites():
+            signal = replace(signal, angles=encoding.angles(pos))
+        if "bias" in encoding.sites():
+            signal = replace(signal, biases=(*signal.biases, encoding.bias(pos)))
+    return signal
+
+
+def _full_precision(pos: Positions) -> torch.autocast:
+    """Positions and phases are not for autocast to round."""
+    return torch.autocast(device_type=pos.coords.device.type, enabled=False)

@@ -1,0 +1,117 @@
+"""Where the patches are: coordinates of a grid, the resize policies, and learned tables at any coordinate.
+
+Coordinates are (y, x), row-major, in units of patches: the patch in row i and column j is at (i, j).
+Legend: B batch, N patches, H rows, W columns, D channels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Extent = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Positions:
+    """The positions of one forward pass.
+
+    ``coords`` [1 | B, N, 2] as (y, x), float32 or float64; ``extent`` (H, W) of the grid that they lie in.
+    ``full`` says that they are exactly all cells of that grid in row-major order, which lets an encoding
+    answer with a compact, structured value.
+    """
+
+    coords: Tensor
+    extent: Extent
+    full: bool = False
+
+    def keep(self, indices: Tensor) -> Positions:
+        """The positions of the patches that stayed: ``indices`` [B, K] into N (patch dropout)."""
+        coords = self.coords.expand(indices.shape[0], -1, -1)
+        kept = coords.gather(1, indices.unsqueeze(-1).expand(-1, -1, 2))  # [B, K, 2]
+        return replace(self, coords=kept, full=False)
+
+
+def grid(
+    height: int, width: int, *, device: torch.device | None = None, dtype: torch.dtype = torch.float32
+) -> Positions:
+    """All cells of a height x width grid, row-major.
+
+    >>> grid(2, 3).coords[0].tolist()
+    [[0.0, 0.0], [0.0, 1.0], [0.0, 2.0], [1.0, 0.0], [1.0, 1.0], [1.0, 2.0]]
+    """
+    y = torch.arange(height, device=device, dtype=dtype)
+    x = torch.arange(width, device=device, dtype=dtype)
+    coords = torch.stack(torch.meshgrid(y, x, indexing="ij"), dim=-1).reshape(1, height * width, 2)
+    return Positions(coords, (height, width), full=True)
+
+
+def explicit(coords: Tensor, extent: Extent | None, default: Extent, dtype: torch.dtype) -> Positions:
+    """Positions from a user's ``coords`` [N, 2] or [1 | B, N, 2]; ``extent`` defaults to the image's own grid."""
+    if coords.ndim == 2:
+        coords = coords.unsqueeze(0)
+    if coords.ndim != 3 or coords.shape[-1] != 2:
+        raise ValueError(f"coords must be [N, 2] or [B, N, 2] as (y, x), got shape {tuple(coords.shape)}")
+    if extent is not None and (len(extent) != 2 or min(extent) < 1):
+        raise ValueError(f"extent must be (H, W), both at least 1, got {extent!r}")
+    return Positions(coords.to(dtype), default if extent is None else (extent[0], extent[1]))
+
+
+def scale(extent: Extent, reference: Extent) -> tuple[float, float]:
+    """How much a step of one patch on ``extent`` measures on the ``reference`` grid, per axis."""
+    return reference[0] / extent[0], reference[1] / extent[1]
+
+
+def into(coords: Tensor, extent: Extent, reference: Extent) -> Tensor:
+    """Map coordinates [..., 2] on ``extent`` to the same place of the image on the ``reference`` grid.
+
+    A patch covers [i - 1/2, i + 1/2), so the image's borders map to its borders.
+
+    >>> into(torch.tensor([[0.0, 0.0], [3.0, 1.0]]), extent=(4, 2), reference=(2, 2)).tolist()
+    [[-0.25, 0.0], [1.25, 1.0]]
+    """
+    factor = coords.new_tensor(scale(extent, reference))
+    return (coords + 0.5) * factor - 0.5
+
+
+def sample_line(table: Tensor, at: Tensor) -> Tensor:
+    """A learned table [S, D] at real coordinates ``at`` [...]: linear between entries, clamped at the ends.
+
+    >>> sample_line(torch.tensor([[0.0], [10.0], [30.0]]), torch.tensor([0.0, 0.5, 1.25, 9.0])).flatten().tolist()
+    [0.0, 5.0, 15.0, 30.0]
+    """
+    table = table.to(at.dtype)
+    last = table.shape[0] - 1
+    at = at.clamp(0, last)
+    low = at.floor().clamp(max=max(last - 1, 0))
+    weight = (at - low).unsqueeze(-1)
+    low = low.long()
+    return torch.lerp(table[low], table[(low + 1).clamp(max=last)], weight)
+
+
+def sample_plane(table: Tensor, at: Tensor) -> Tensor:
+    """A learned table [H, W, D] at real coordinates ``at`` [..., 2]: bilinear, clamped at the borders."""
+    table = table.to(at.dtype)
+    height, width, _ = table.shape
+    y = at[..., 0].clamp(0, height - 1)
+    x = at[..., 1].clamp(0, width - 1)
+    top, left = y.floor().clamp(max=max(height - 2, 0)), x.floor().clamp(max=max(width - 2, 0))
+    dy, dx = (y - top).unsqueeze(-1), (x - left).unsqueeze(-1)
+    top, left = top.long(), left.long()
+    bottom, right = (top + 1).clamp(max=height - 1), (left + 1).clamp(max=width - 1)
+    upper = torch.lerp(table[top, left], table[top, right], dx)
+    lower = torch.lerp(table[bottom, left], table[bottom, right], dx)
+    return torch.lerp(upper, lower, dy)
+
+
+def resample_plane(table: Tensor, extent: Extent) -> Tensor:
+    """A learned table [H, W, D] resampled to ``extent``: bicubic with antialiasing, as timm does, in float32."""
+    if tuple(table.shape[:2]) == tuple(extent):
+        return table
+    image = table.permute(2, 0, 1).unsqueeze(0)  # [1, D, H, W]
+    image = image if image.dtype == torch.float64 else image.float()
+    image = F.interpolate(image, size=extent, mode="bicubic", antialias=True, align_corners=False)
+    return image[0].permute(1, 2, 0).to(table.dtype)

@@ -1,0 +1,213 @@
+"""Spec strings: how an encoding is written, read and stored, and the one registry that names resolve in.
+
+A spec is a name, optional keyword arguments that are Python literals, and ``+`` to combine::
+
+    rope_axial                      rope_axial(theta=50.0)                 rope_mixed + ape1d
+
+It is parsed, never evaluated. ``str(parse(text))`` is canonical (defaults left out, order kept), so that a
+config, a log, a checkpoint and a table row can all hold the same string.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import inspect
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+REGISTRY: dict[str, type] = {}
+_Class = TypeVar("_Class", bound=type)
+
+
+def register(name: str) -> Callable[[_Class], _Class]:
+    """Class decorator: make an encoding known by ``name``. A second class of the same name is a ValueError."""
+
+    def add(cls: _Class) -> _Class:
+        if name in REGISTRY and REGISTRY[name].__qualname__ != cls.__qualname__:
+            raise ValueError(f"encoding {name!r} is already registered by {REGISTRY[name].__qualname__}")
+        if not name.isidentifier():
+            raise ValueError(f"encoding name {name!r} must be a Python identifier, to be usable in a spec")
+        REGISTRY[name] = cls
+        cls.name = name  # type: ignore[attr-defined]
+        return cls
+
+    return add
+
+
+def list_encodings() -> list[str]:
+    """The names of all registered encodings, sorted."""
+    return sorted(REGISTRY)
+
+
+def lookup(name: str) -> type:
+    """The class registered under ``name``; ValueError with the nearest names otherwise."""
+    if name not in REGISTRY:
+        raise ValueError(f"unknown encoding {name!r}; {nearest(name, REGISTRY)}")
+    return REGISTRY[name]
+
+
+def nearest(word: str, choices: Iterable[str]) -> str:
+    """Half a sentence that names the choices nearest to ``word``, or all of them when none is near."""
+    choices = sorted(choices)
+    close = difflib.get_close_matches(word, choices, n=3, cutoff=0.6)
+    return f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(choices) or '(none)'}"
+
+
+@dataclass(frozen=True)
+class Option:
+    """One keyword option of an encoding: its name, type annotation and default."""
+
+    name: str
+    annotation: Any
+    default: Any
+
+    def check(self, value: Any, owner: str) -> Any:
+        """``value`` if it has the option's type (an int where a float is wanted becomes one), else TypeError."""
+        for kind in _alternatives(self.annotation):
+            if typing.get_origin(kind) is typing.Literal:
+                if any(value == choice and type(value) is type(choice) for choice in typing.get_args(kind)):
+                    return value
+            elif kind is float and type(value) is int:
+                return float(value)
+            elif type(value) is kind:
+                return value
+        choices = [str(c) for k in _alternatives(self.annotation) for c in typing.get_args(k)]
+        if choices:
+            hint = nearest(value, choices) if isinstance(value, str) else f"known: {', '.join(choices)}"
+            raise ValueError(f"{owner}: {self.name}={value!r} is not a choice; {hint}")
+        wanted = " or ".join("None" if k is type(None) else k.__name__ for k in _alternatives(self.annotation))
+        raise TypeError(
+            f"{owner}: {self.name}={value!r} is {type(value).__name__}, expected {wanted} (default {self.default!r})"
+        )
+
+
+def _alternatives(annotation: Any) -> tuple[Any, ...]:
+    is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    return typing.get_args(annotation) if is_union else (annotation,)
+
+
+def options(name: str) -> dict[str, Option]:
+    """The options of an encoding: the keyword-only parameters of its class, in order."""
+    init = lookup(name).__init__
+    hints = typing.get_type_hints(init)
+    return {
+        p.name: Option(p.name, hints[p.name], p.default)
+        for p in inspect.signature(init).parameters.values()
+        if p.kind is p.KEYWORD_ONLY
+    }
+
+
+@dataclass(frozen=True)
+class Term:
+    """One encoding of a spec, with every option resolved (those given and those by default)."""
+
+    name: str
+    options: tuple[tuple[str, Any], ...]
+
+    @classmethod
+    def build(cls, name: str, given: Mapping[str, Any]) -> Term:
+        """Check name, option names and option types; fill in the defaults."""
+        known = options(name)
+        for key in given:
+            if key not in known:
+                raise ValueError(f"{name} has no option {key!r}; {nearest(key, known)}")
+        return cls(name, tuple((key, opt.check(given.get(key, opt.default), name)) for key, opt in known.items()))
+
+    def _format(self, pairs: Iterable[tuple[str, Any]]) -> str:
+        inside = ", ".join(f"{key}={value!r}" for key, value in pairs)
+        return f"{self.name}({inside})" if inside else self.name
+
+    def __str__(self) -> str:
+        known = options(self.name)
+        return self._format((k, v) for k, v in self.options if v != known[k].default)
+
+    @property
+    def resolved(self) -> str:
+        """The term with every option written out."""
+        return self._format(self.options)
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A parsed spec: one or more terms. ``str`` is canonical; ``resolved`` writes every option out."""
+
+    terms: tuple[Term, ...]
+
+    def __str__(self) -> str:
+        return " + ".join(map(str, self.terms))
+
+    @property
+    def resolved(self) -> str:
+        return " + ".join(term.resolved for term in self.terms)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(term.name for term in self.terms)
+
+
+def parse(text: str | Spec) -> Spec:
+    """Read a spec string. Nothing in it is executed.
+
+    Raises ValueError for a malformed spec, an unknown encoding or option (naming the nearest), an encoding
+    named twice; TypeError for an option of the wrong type or a ``text`` that is no string.
+
+    >>> str(parse("rope_axial( theta = 100 )+ape1d"))
+    'rope_axial + ape1d'
+    >>> parse("rope_axial(theta=50)").resolved
+    "rope_axial(theta=50.0, resize='extrapolate')"
+    """
+    if isinstance(text, Spec):
+        return text
+    if not isinstance(text, str):
+        raise TypeError(f"a spec is a string such as 'rope_axial(theta=50.0)', got {type(text).__name__} {text!r}")
+    try:
+        tree = ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise _malformed(text) from None
+    spec = Spec(tuple(_term(node, text) for node in _summands(tree)))
+    for name in spec.names:
+        if spec.names.count(name) > 1:
+            raise ValueError(f"spec {text!r} names {name} twice; each encoding can be used once")
+    return spec
+
+
+def _malformed(text: str) -> ValueError:
+    return ValueError(f"cannot read spec {text!r}; write name, name(option=value) or name + name")
+
+
+def _summands(node: ast.expr) -> list[ast.expr]:
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return [*_summands(node.left), *_summands(node.right)]
+    return [node]
+
+
+def _term(node: ast.expr, text: str) -> Term:
+    if isinstance(node, ast.Name):
+        return Term.build(node.id, {})
+    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)):
+        raise _malformed(text)
+    name = node.func.id
+    lookup(name)
+    if node.args:
+        raise ValueError(f"{name}: options are given by name, as in {name}({_example(name)}); got {text!r}")
+    given: dict[str, Any] = {}
+    for keyword in node.keywords:
+        if keyword.arg is None:
+            raise _malformed(text)
+        try:
+            given[keyword.arg] = ast.literal_eval(keyword.value)
+        except ValueError:
+            raise ValueError(
+                f"{name}: {keyword.arg}={ast.unparse(keyword.value)} is no Python literal; write a number, "
+                "a quoted string, True, False or None"
+            ) from None
+    return Term.build(name, given)
+
+
+def _example(name: str) -> str:
+    known = list(options(name).values())
+    return f"{known[0].name}={known[0].default!r}" if known else ""
