@@ -7,13 +7,15 @@ from vitpos import stats
 
 
 def test_wilson_hand_worked():
-    # Newcombe 1998, Stat. Med. 17, table I (method 3): 81 of 263 gives 0.2553..0.3662; 0 of 20 gives 0..0.1611.
+    # Newcombe 1998, Stat. Med. 17, table I (method 3): 81 of 263 gives 0.2553..0.3662; 0 of 20 gives
+    # 0..0.1611.
     e = stats.accuracy(np.arange(263) < 81)
     assert (round(e.low, 4), round(e.high, 4), e.n) == (0.2553, 0.3662, 263)
     e = stats.accuracy(np.zeros(20, bool))
     assert (e.low, round(e.high, 4)) == (0.0, 0.1611)
     assert stats.accuracy(np.ones(20)).high == 1.0
-    assert e.over == "images, for this model" and e.as_dict()["level"] == 0.95
+    assert e.over == "images, for this model"
+    assert e.as_dict()["level"] == 0.95
 
 
 def test_agreement_hand_worked():
@@ -36,7 +38,8 @@ def test_paired_difference_hand_worked():
     half = 1.959964 * np.sqrt(13 - 64 / 52) / 52
     np.testing.assert_allclose([e.value, e.low, e.high], [0.16, 8 / 52 - half, 8 / 52 + half], atol=1e-6)
     same = stats.paired_difference(a, a)
-    assert same.value == 0 and same.low < 0 < same.high
+    assert same.value == 0
+    assert same.low < 0 < same.high
 
 
 def naive_minimum(correct):
@@ -90,7 +93,8 @@ def test_intervals_cover_by_simulation():
 
 def test_agreement_everywhere_still_has_an_interval():
     e = stats.mean_over_images(np.ones(100), repeats=16)
-    assert e.value == e.high == 1 and e.low == pytest.approx(stats.accuracy(np.ones(100)).low)
+    assert e.value == e.high == 1
+    assert e.low == pytest.approx(stats.accuracy(np.ones(100)).low)
 
 
 @pytest.mark.parametrize(

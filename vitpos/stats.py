@@ -1,9 +1,9 @@
 """Intervals for per-image results, each labelled with what it is over.
 
-Every function takes arrays in which one column (the last axis) is one test image, because the image is the unit that
-was sampled: positions, sizes and shifts of one image are repeated measurements, never independent samples. What comes
-back speaks of *this model on images like these*; it says nothing about the encoding in general, for which several
-training runs (seeds) are needed.
+Every function takes arrays in which one column (the last axis) is one test image, because the image is the
+unit that was sampled: positions, sizes and shifts of one image are repeated measurements, never independent
+samples. What comes back speaks of *this model on images like these*; it says nothing about the encoding in
+general, for which several training runs (seeds) are needed.
 
 Shapes: S shifts or positions, N images.
 """
@@ -24,7 +24,8 @@ LEVEL = 0.95
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number with its interval. `over` says which repetition the interval is about; `n` counts the images."""
+    """A number with its interval. `over` says which repetition the interval is about; `n` counts the
+    images."""
 
     value: float
     low: float
@@ -64,10 +65,10 @@ def accuracy(correct: ArrayLike, level: float = LEVEL) -> Estimate:
 def mean_over_images(scores: ArrayLike, repeats: int, level: float = LEVEL) -> Estimate:
     """Mean of per-image scores in 0..1, scores [N], each the average of `repeats` measurements of that image.
 
-    Wilson interval at the effective sample size n p (1 - p) / s^2 (the design-effect correction of survey statistics;
-    Franco et al. 2019, J. Survey Stat. Methodol. 7), s^2 the variance between images: clustered by image. It lies
-    between n (each image answers all or nothing) and n * repeats (independent answers); if all images score alike it
-    is n, so that agreement everywhere still has an interval.
+    Wilson interval at the effective sample size n p (1 - p) / s^2 (the design-effect correction of survey
+    statistics; Franco et al. 2019, J. Survey Stat. Methodol. 7), s^2 the variance between images: clustered
+    by image. It lies between n (each image answers all or nothing) and n * repeats (independent answers); if
+    all images score alike it is n, so that agreement everywhere still has an interval.
     """
     values = _scores(scores, 1)
     p, n = float(values.mean()), len(values)
@@ -81,11 +82,12 @@ def mean_over_images(scores: ArrayLike, repeats: int, level: float = LEVEL) -> E
 def worst_of_grid(correct: ArrayLike, seed: int = 0, level: float = LEVEL) -> tuple[Estimate, tuple[int, int]]:
     """Accuracy at the worst position, correct [S, N] -> (estimate, the position that each half chose).
 
-    The plain minimum over S positions is biased low: it picks noise. Here the worst position is chosen on one half of
-    the images and scored on the other; the two directions are averaged. The halves depend on N and `seed` only, so
-    that all models evaluated on the same images are split alike. What is estimated is the accuracy at the position
-    that half of the images point to, which is the true minimum or slightly above it, never below. The interval is
-    Wilson's at n = N (by concavity never narrower than the two halves' binomials combined), given the chosen positions.
+    The plain minimum over S positions is biased low: it picks noise. Here the worst position is chosen on one
+    half of the images and scored on the other; the two directions are averaged. The halves depend on N and
+    `seed` only, so that all models evaluated on the same images are split alike. What is estimated is the
+    accuracy at the position that half of the images point to, which is the true minimum or slightly above it,
+    never below. The interval is Wilson's at n = N (by concavity never narrower than the two halves' binomials
+    combined), given the chosen positions.
     """
     values = _scores(correct, 2)
     n = values.shape[1]
@@ -122,7 +124,8 @@ def reference_agreement(predictions: ArrayLike, reference: ArrayLike) -> NDArray
 def paired_difference(correct: ArrayLike, baseline: ArrayLike, level: float = LEVEL) -> Estimate:
     """Accuracy of one model minus that of another on the same images, both [N] of 0 or 1.
 
-    Interval of Agresti & Min 2005 (Stat. Med. 24): half a count added to each cell of the 2x2 table, then Wald.
+    Interval of Agresti & Min 2005 (Stat. Med. 24): half a count added to each cell of the 2x2 table, then
+    Wald.
     """
     a, b = _scores(correct, 1), _scores(baseline, 1)
     if a.shape != b.shape or not np.isin(np.concatenate([a, b]), (0, 1)).all():

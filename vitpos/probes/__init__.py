@@ -1,0 +1,152 @@
+"""Probes: what an encoding did to a model's spatial invariance. One file a probe, one registry.
+
+A probe has two halves, so that every number can be computed again without the model:
+
+    collect(subject, options) -> {key: array}   runs the model; one column (last axis) is one image
+    summarize(arrays, truth)  -> json-able dict  numbers and intervals from those arrays alone
+
+A new probe is one new file in this folder:
+
+    @register("mine", definitions={"my_score": "what it is, exactly"})
+    class Mine:
+        defaults = {"steps": 2}
+        def collect(self, subject, options): ...
+        def summarize(self, arrays, truth): ...
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import pkgutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitpos import stats
+from vitpos.probes._subject import NotApplicable, Subject
+from vitpos.spec import nearest
+
+__all__ = [
+    "Arrays",
+    "NotApplicable",
+    "Probe",
+    "Subject",
+    "differences",
+    "evaluate",
+    "get",
+    "names",
+    "register",
+    "summarize",
+]
+
+Arrays = dict[str, NDArray[Any]]
+
+
+class Probe(Protocol):
+    """`defaults` are the options with their default values; other keys are refused."""
+
+    defaults: dict[str, Any]
+
+    def collect(self, subject: Subject, options: Mapping[str, Any]) -> Arrays: ...
+
+    def summarize(self, arrays: Arrays, truth: NDArray[np.int64]) -> dict[str, Any]: ...
+
+
+REGISTRY: dict[str, Probe] = {}
+DEFINITIONS: dict[str, dict[str, str]] = {}
+P = TypeVar("P", bound=type)
+
+
+def register(name: str, definitions: dict[str, str]) -> Callable[[P], P]:
+    """Class decorator: registers one instance under `name`. A name that is taken raises ValueError."""
+
+    def add(cls: P) -> P:
+        if name in REGISTRY:
+            raise ValueError(f"probe {name!r} is already registered, by {type(REGISTRY[name]).__module__}")
+        REGISTRY[name], DEFINITIONS[name] = cls(), definitions
+        return cls
+
+    return add
+
+
+def names() -> list[str]:
+    return sorted(REGISTRY)
+
+
+def get(name: str) -> Probe:
+    if name not in REGISTRY:
+        raise ValueError(f"unknown probe {name!r}: {nearest(name, names())}")
+    return REGISTRY[name]
+
+
+def evaluate(subject: Subject, probes: Mapping[str, Mapping[str, Any]]) -> Arrays:
+    """Run plain evaluation and each named probe with its options; the model is left as it was found.
+
+    Returns per-image arrays (documented in docs/results.md): `labels` [N], `ids` [N], `plain/pred` [N], and
+    each probe's own under `<probe>/...`. A variant that does not apply leaves a line in `meta` that says why.
+    """
+    resolved = {}
+    for name, options in probes.items():
+        defaults = get(name).defaults
+        for key in options:
+            if key not in defaults:
+                raise ValueError(f"probe {name!r} has no option {key!r}: {nearest(key, list(defaults))}")
+        resolved[name] = {**defaults, **options}
+    with subject.evaluating():
+        arrays: Arrays = {"labels": subject.labels.numpy(), "ids": np.array(subject.ids)}
+        arrays["plain/pred"] = subject.plain()
+        for name, options in resolved.items():
+            arrays.update({f"{name}/{key}": array for key, array in get(name).collect(subject, options).items()})
+    arrays["meta"] = np.array(json.dumps({"schema": "vitpos.predictions/1", "probes": resolved}))
+    return arrays
+
+
+def summarize(arrays: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
+    """Numbers and intervals from per-image arrays alone (what `predictions.npz` holds)."""
+    truth = arrays["labels"]
+    meta = json.loads(str(arrays["meta"]))
+    result: dict[str, Any] = {
+        "images": len(truth),
+        "majority_class": float(np.bincount(truth).max() / len(truth)),
+        "accuracy": stats.accuracy(arrays["plain/pred"] == truth).as_dict(),
+        "probes": {},
+    }
+    for name in meta["probes"]:
+        own = {key[len(name) + 1 :]: arrays[key] for key in arrays if key.startswith(name + "/")}
+        result["probes"][name] = {"definitions": DEFINITIONS[name], **get(name).summarize(own, truth)}
+    return result
+
+
+def differences(arrays: Mapping[str, NDArray[Any]], baseline: Mapping[str, NDArray[Any]]) -> list[dict[str, Any]]:
+    """Accuracy minus the baseline's on the same images: plain, and at each size that both were measured at.
+
+    Empty if the two were not evaluated on the same images. Under several policies each is compared with the
+    baseline's first row of that kind and size.
+    """
+    truth = arrays["labels"]
+    if not np.array_equal(arrays["ids"], baseline["ids"]) or not np.array_equal(truth, baseline["labels"]):
+        return []
+    pairs = [({"kind": "plain"}, arrays["plain/pred"], baseline["plain/pred"])]
+    for kind in ("upsample", "canvas"):
+        key = f"resolution/{kind}/"
+        if f"{key}pred" not in arrays or f"{key}pred" not in baseline:
+            continue
+        known: dict[tuple[int, int], NDArray[np.int64]] = {}
+        for size, pred in zip(baseline[f"{key}sizes"].tolist(), baseline[f"{key}pred"]):
+            known.setdefault(tuple(size), pred)
+        for size, policy, pred in zip(arrays[f"{key}sizes"].tolist(), arrays[f"{key}policies"], arrays[f"{key}pred"]):
+            if tuple(size) in known:
+                pairs.append(({"kind": kind, "size": size, "policy": str(policy)}, pred, known[tuple(size)]))
+    return [
+        name | {"difference": stats.paired_difference(mine == truth, theirs == truth).as_dict()}
+        for name, mine, theirs in pairs
+    ]
+
+
+for _module in pkgutil.iter_modules([str(Path(__file__).parent)]):
+    if not _module.name.startswith("_"):
+        importlib.import_module(f"{__name__}.{_module.name}")
