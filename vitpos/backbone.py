@@ -262,7 +262,7 @@ def create_model(
         if not isinstance(name, str) or not name.startswith(("hf-hub:", "hf_hub:", "local-dir:")):
             raise ValueError(f"unknown timm model {name!r}; {nearest(plain, timm.list_models(f'{plain[:4]}*'))}")
     model = timm.create_model(name, **kwargs)
-    target = model if isinstance(model, timm_vit.VisionTransformer) else getattr(model, "model", model)
+    target: Any = model if isinstance(model, timm_vit.VisionTransformer) else getattr(model, "model", model)
     trained = bool(kwargs.get("pretrained") or kwargs.get("checkpoint_path"))
     if kwargs.get("img_size") is not None and not kwargs.get("dynamic_img_pad") and hasattr(target, "patch_embed"):
         size, patch = target.patch_embed.img_size, target.patch_embed.patch_size
@@ -356,7 +356,7 @@ def _move_table(model: Any, position: Position, trained: bool) -> None:
             _fold_prefix(model, table.data[:, :rows])
         model.pos_embed = None
         return
-    encoding = position.shared["ape1d"]
+    encoding: Any = position.shared["ape1d"]
     if table is None:
         before = encoding.table.new_zeros(1, rows, encoding.table.shape[-1])
         model.pos_embed = nn.Parameter(torch.cat([before, encoding.table.data], dim=1))

@@ -101,7 +101,7 @@ def load(path: str | os.PathLike[str], device: str | torch.device = "cpu") -> nn
             )
     args = dict(card["model_args"])
     nominal = args.pop("img_size", None)
-    model = create_model(card["architecture"], pos="none", **args)
+    model: Any = create_model(card["architecture"], pos="none", **args)
     model.set_input_size(img_size=[g * p for g, p in zip(card["grid"], model.patch_embed.patch_size)])
     attach(model, card["pos_resolved"])
     if nominal is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -49,17 +50,17 @@ class Position(nn.Module):
     def encodings(self) -> Iterator[Encoding]:
         """All encodings: the shared ones, then layer by layer."""
         for group in (self.shared, *self.layers):
-            yield from group.values()
+            yield from _encodings(group)
 
     def tokens(self, pos: Positions, owned: Mapping[str, Tensor]) -> Tensor | None:
         """What is added to the patch tokens [1 | B, N, D]; ``owned`` holds tables that the model keeps."""
         total = None
         with _full_precision(pos):
-            for encoding in self.shared.values():
+            for encoding in _encodings(self.shared):
                 if "tokens" not in encoding.sites():
                     continue
                 own = encoding.model_parameter
-                vectors = encoding.tokens(pos, owned[own]) if own else encoding.tokens(pos)
+                vectors = encoding.tokens(pos, *([owned[own]] if own else []))
                 total = vectors if total is None else total + vectors
         return total
 
@@ -76,12 +77,16 @@ class Position(nn.Module):
             return _signal(shared, self.layers[layer], pos)
 
 
+def _encodings(group: nn.Module) -> Iterator[Encoding]:
+    return iter(cast(nn.ModuleDict, group).values())  # type: ignore[arg-type]
+
+
 def _build(term: Term, geometry: Geometry) -> Encoding:
     return lookup(term.name)(geometry, **dict(term.options))
 
 
-def _signal(signal: Signal, encodings: nn.ModuleDict, pos: Positions) -> Signal:
-    for encoding in encodings.values():
+def _signal(signal: Signal, encodings: nn.Module, pos: Positions) -> Signal:
+    for encoding in _encodings(encodings):
         if "angles" in encoding.sites():
             signal = replace(signal, angles=encoding.angles(pos))
         if "bias" in encoding.sites():

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-REGISTRY: dict[str, type] = {}
+REGISTRY: dict[str, Any] = {}  # name -> class
 _Class = TypeVar("_Class", bound=type)
 
 
@@ -43,7 +43,7 @@ def list_encodings() -> list[str]:
     return sorted(REGISTRY)
 
 
-def lookup(name: str) -> type:
+def lookup(name: str) -> Any:
     """The class registered under ``name``; ValueError with the nearest names otherwise."""
     if name not in REGISTRY:
         raise ValueError(f"unknown encoding {name!r}; {nearest(name, REGISTRY)}")
