@@ -94,9 +94,7 @@ class Info:
 
 def normalize(x: Tensor, info: Info) -> Tensor:
     """(x - mean) / std per channel; x: [b, C, H, W] in 0..1."""
-    mean, std = (
-        torch.tensor(v, dtype=x.dtype, device=x.device)[:, None, None] for v in (info.mean, info.std)
-    )
+    mean, std = (torch.tensor(v, dtype=x.dtype, device=x.device)[:, None, None] for v in (info.mean, info.std))
     return (x - mean) / std
 
 
@@ -176,9 +174,7 @@ class Dataset:
         return torch.from_numpy(seeds.integers(stream, self.keys[indices.numpy()], highs)).to(self.device)
 
 
-def epoch_batches(
-    n: int, batch_size: int, seed: int, epoch: int, rank: int = 0, world: int = 1
-) -> list[Tensor]:
+def epoch_batches(n: int, batch_size: int, seed: int, epoch: int, rank: int = 0, world: int = 1) -> list[Tensor]:
     """This epoch's batches of indices, each int64 [batch_size / world]; an incomplete last one is dropped.
 
     Each global batch is the same for every number of processes; rank r takes the r-th of its equal parts.
@@ -190,8 +186,7 @@ def epoch_batches(
     order = torch.randperm(n, generator=seeds.generator(seed, "order", epoch))
     share = batch_size // world
     return [
-        order[start + rank * share : start + (rank + 1) * share]
-        for start in range(0, n - batch_size + 1, batch_size)
+        order[start + rank * share : start + (rank + 1) * share] for start in range(0, n - batch_size + 1, batch_size)
     ]
 
 
@@ -201,14 +196,12 @@ def eval_batches(n: int, batch_size: int) -> list[Tensor]:
 
 
 def stratified(labels: np.ndarray, keys: np.ndarray, size: int, base: int) -> np.ndarray:
-    """bool [N]: ``size`` samples drawn by (base, sample key), classes in proportion (one at least, never all)."""
+    """bool [N]: ``size`` samples drawn by (base, key), classes in proportion (one at least, never all)."""
     chosen = np.zeros(len(labels), bool)
     rank = seeds.uniform(base, keys, 1)[:, 0]
     classes, totals = np.unique(labels, return_counts=True)
     if totals.min() < 2:
-        raise ValueError(
-            f"class {classes[totals.argmin()]} has a single image; a split needs at least 2 a class"
-        )
+        raise ValueError(f"class {classes[totals.argmin()]} has a single image; a split needs at least 2 a class")
     exact = totals * size / len(labels)
     counts = np.floor(exact).astype(int)
     counts[np.argsort(counts - exact, kind="stable")[: size - counts.sum()]] += 1  # largest remainders
@@ -244,8 +237,7 @@ class Digits(Dataset):
             )
         if cfg.placement not in ("home", "uniform"):
             raise ValueError(
-                f"data.placement={cfg.placement!r} is no placement; "
-                f"{nearest(cfg.placement, ('home', 'uniform'))}"
+                f"data.placement={cfg.placement!r} is no placement; {nearest(cfg.placement, ('home', 'uniform'))}"
             )
         digits = load_digits()
         ids = [f"digits/{i:04d}" for i in range(len(digits.target))]
@@ -284,8 +276,7 @@ class Digits(Dataset):
         low, high = offsets.amin(0).tolist(), offsets.amax(0).tolist()
         if min(low) < 0 or high[0] + side > height or high[1] + side > width:
             raise ValueError(
-                f"offset {high if min(low) >= 0 else low} puts a {side} px object outside the "
-                f"{height}x{width} canvas"
+                f"offset {high if min(low) >= 0 else low} puts a {side} px object outside the {height}x{width} canvas"
             )
         x = torch.zeros(len(indices), height, width, device=self.device)
         span = torch.arange(side, device=self.device)
@@ -345,9 +336,7 @@ class Cifar(Dataset):
         return x.permute(0, 3, 1, 2).contiguous().float() / 255
 
 
-def _read_cifar(
-    cfg: CifarConfig, root: Path, part: str
-) -> tuple[Sequence[Any], np.ndarray, list[str], list[str]]:
+def _read_cifar(cfg: CifarConfig, root: Path, part: str) -> tuple[Sequence[Any], np.ndarray, list[str], list[str]]:
     """(images or their paths, labels [N], class names, ids) from whichever of the two layouts is there."""
     kind = {"cifar10": tv_datasets.CIFAR10, "cifar100": tv_datasets.CIFAR100}[cfg.name]
     if (root / kind.base_folder).is_dir() or cfg.download:
@@ -405,23 +394,17 @@ class Folder(Dataset):
         self.augment = v2.Compose([crop, v2.RandomHorizontalFlip(0.5 if cfg.flip else 0.0)])
 
     @staticmethod
-    def _split(
-        cfg: FolderConfig, root: Path, split: str, seed: int
-    ) -> tuple[list[Path], np.ndarray, list[str]]:
+    def _split(cfg: FolderConfig, root: Path, split: str, seed: int) -> tuple[list[Path], np.ndarray, list[str]]:
         given = [part for part in SPLITS if (root / part).is_dir()]
         if given == ["train"] or (given and given[0] != "train"):
-            raise FileNotFoundError(
-                f"{root} has {', '.join(given)}/ only; expected train/ and val/ or test/ beside it"
-            )
+            raise FileNotFoundError(f"{root} has {', '.join(given)}/ only; expected train/ and val/ or test/ beside it")
         base = root / "train" if given else root
         classes = _class_folders(base)
         if len(given) == 3 or (given and split == "test"):
             part = root / (split if split in given else given[1])
             if _class_folders(part) != classes:
                 odd = sorted(set(classes) ^ set(_class_folders(part)))
-                raise ValueError(
-                    f"{part} and {base} hold different classes: {', '.join(odd[:5])} in one only"
-                )
+                raise ValueError(f"{part} and {base} hold different classes: {', '.join(odd[:5])} in one only")
             return *_scan(part, classes), classes
         paths, labels = _scan(base, classes)
         ids = [p.relative_to(root).as_posix() for p in paths]
@@ -501,9 +484,7 @@ def _existing(root: str | None, name: str, create: bool = False) -> Path:
 def _class_folders(base: Path) -> list[str]:
     classes = sorted(e.name for e in os.scandir(base) if e.is_dir() and not e.name.startswith("."))
     if len(classes) < 2:
-        raise ValueError(
-            f"{base} holds {len(classes)} class folders; expected one folder a class, at least 2"
-        )
+        raise ValueError(f"{base} holds {len(classes)} class folders; expected one folder a class, at least 2")
     return classes
 
 

@@ -1,9 +1,9 @@
 """Named random streams: every random draw of a run has a name and a key, and nothing else decides its value.
 
-One integer seed opens independent streams ("backbone", "encoding", "order", "augment", "regularize", ...). What
-one stream draws never moves another, so two runs that differ in the encoding alone start from the same backbone
-weights and see the same batches, augmentations and dropout masks; and because draws are keyed by (seed, epoch,
-step or sample id), the position in training is two integers, whatever the number of workers or processes.
+One integer seed opens independent streams ("backbone", "encoding", "order", "augment", "regularize", ...).
+What one stream draws never moves another, so two runs that differ in the encoding alone start from the same
+backbone weights and see the same batches, augmentations and dropout masks; and because draws are keyed by
+(seed, epoch, step or sample id), the position in training is two integers, whatever the number of processes.
 """
 
 import hashlib

@@ -1,0 +1,150 @@
+"""The command line of train.py and eval.py: ``key=value`` words, sweeps, and errors of one line.
+
+Hydra's grammar wants a second layer of quotes around values with parentheses or ``=``. Values that are plain strings
+(`STRINGS`: encoding specs and paths) are quoted here, so that what the shell passes on is what is meant::
+
+    python train.py 'pos=rope_axial(theta=50)'
+    python train.py -m 'pos=none,rope_axial(theta=50),rope_axial + ape1d' seed=0,1
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import sys
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf.errors import OmegaConfBaseException
+
+from vitpos import config
+from vitpos.spec import nearest
+
+STRINGS = {"pos", "out", "resume", "checkpoint", "runs", "data.root"}
+USER_ERRORS = (ValueError, TypeError, OSError, HydraException, OmegaConfBaseException)
+OPEN = "model.kwargs."  # takes keys that the configuration does not hold yet
+OPENING, CLOSING = "([{", ")]}"
+
+
+def run(main: Callable[[], Any]) -> None:
+    """Call a ``@hydra.main`` function on the command line's words; end with exit code 2 on a user's error."""
+    words = sys.argv[1:]
+    sweeping = is_sweep(words)
+    sweep_folder = None
+    if sweeping and "TORCHELASTIC_RUN_ID" in os.environ:
+        fail("a sweep (-m) cannot run under torchrun; start one torchrun per run instead")
+    if sweeping and not any(word.startswith("hydra.sweep.dir=") for word in words):
+        given = [word.partition("=")[2] for word in words if word.startswith("out=")]
+        now = datetime.now()
+        sweep_folder = Path(given[-1] if given else f"runs/{now:%Y-%m-%d}/{now:%H-%M-%S}-sweep")
+        words.append(f"hydra.sweep.dir={quote(str(sweep_folder))}")
+    traceback_wanted = os.environ.get("HYDRA_FULL_ERROR") == "1"
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands its errors over instead of printing them
+    sys.argv[1:] = [prepare(word, sweeping) for word in words]
+    try:
+        main()
+    except USER_ERRORS as error:
+        if traceback_wanted:
+            raise
+        fail(explain(error))
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        raise SystemExit(130) from None
+    finally:
+        if sweep_folder is not None:
+            _remove_unused(sweep_folder)
+
+
+def task(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Decorator below ``@hydra.main``: a user's error ends the process here, before Hydra reports it at length."""
+
+    @functools.wraps(function)
+    def guarded(cfg: Any) -> Any:
+        try:
+            return function(cfg)
+        except USER_ERRORS as error:
+            if os.environ.get("VITPOS_TRACEBACK") == "1":
+                raise
+            fail(explain(error))
+
+    return guarded
+
+
+def is_sweep(words: list[str]) -> bool:
+    return any(word in ("-m", "--multirun") or word.lower() == "hydra.mode=multirun" for word in words)
+
+
+def prepare(word: str, sweeping: bool) -> str:
+    """One ``key=value`` word in Hydra's grammar; of a sweep, each of the values parted by top-level commas.
+
+    >>> prepare("pos=rope_axial(theta=50, resize='interpolate')", sweeping=False)
+    "pos='rope_axial(theta=50, resize=\\\\'interpolate\\\\')'"
+    >>> prepare("pos=none,rope_axial(theta=50, normalize=True) + ape1d", sweeping=True)
+    "pos='none','rope_axial(theta=50, normalize=True) + ape1d'"
+    """
+    key, equals, value = word.partition("=")
+    if key.startswith(OPEN):
+        return f"++{word}"
+    if not equals or key.lstrip("+") not in STRINGS or value in ("", "null") or value[0] in "'\"":
+        return word
+    values = split(value) if sweeping else [value]
+    return f"{key}={','.join(map(quote, values))}"
+
+
+def split(text: str) -> list[str]:
+    """``text`` at its commas outside brackets and quotes, blanks around the parts removed."""
+    parts, depth, inside = [""], 0, ""
+    for char in text:
+        if inside:
+            inside = "" if char == inside else inside
+        elif char in "'\"":
+            inside = char
+        else:
+            depth += (char in OPENING) - (char in CLOSING)
+        if char == "," and depth == 0 and not inside:
+            parts.append("")
+        else:
+            parts[-1] += char
+    return [part.strip() for part in parts]
+
+
+def quote(value: str) -> str:
+    """``value`` as a single-quoted string of Hydra's grammar, where backslashes count only before a quote."""
+    inside = re.sub(r"(\\*)('|$)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), value)
+    return f"'{inside}'"
+
+
+def explain(error: BaseException) -> str:
+    """One line that says what is wrong."""
+    cause = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    if isinstance(cause, OmegaConfBaseException) and cause.parent_node is not None and cause.full_key:
+        if "is not in struct" in str(cause) or "not in '" in str(cause):
+            root = cause.parent_node._get_root()
+            return f"unknown config key {cause.full_key!r}; {config.suggest(cause.full_key, root)}"
+        return f"{cause.full_key}: {str(cause).splitlines()[0]}"
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
+        group, _, name = error.missing_cfg_file.rpartition("/")
+        return f"unknown {group} {name!r}; {nearest(name, error.options)}"
+    text = str(error).split("See https")[0]
+    return " ".join(text.split()) or type(error).__name__
+
+
+def fail(message: str) -> None:
+    """Print one line on the first process's standard error and end with exit code 2."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"error: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def _remove_unused(folder: Path) -> None:
+    """Remove a sweep's folder when no run was started in it (Hydra has written its multirun.yaml by then)."""
+    if folder.is_dir() and {p.name for p in folder.iterdir()} <= {"multirun.yaml"}:
+        for path in folder.iterdir():
+            path.unlink()
+        folder.rmdir()

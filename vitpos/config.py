@@ -1,0 +1,176 @@
+"""The typed configuration of a training run.
+
+The dataclasses here and in `vitpos.data` are the schema of ``configs/``: Hydra refuses an unknown key or a value of
+the wrong type, and `check` refuses values that make no sense. The encoding is a plain string, ``pos``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import MISSING, DictConfig, OmegaConf
+
+from vitpos import data, spec
+
+PRECISIONS = ("no", "bf16", "fp16")
+
+
+@dataclass
+class ModelConfig:
+    """A timm architecture. in_chans, num_classes and img_size come from the data."""
+
+    name: str = MISSING
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class TrainConfig:
+    epochs: int = 32
+    batch_size: int = 64  # over all processes
+    eval_batch_size: int = 256
+    lr: float = 2e-3
+    pos_lr_mult: float = 1.0  # learning-rate multiplier of positional parameters
+    weight_decay: float = 0.05
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.98])
+    warmup: float = 0.1  # fraction of all steps, then cosine to zero
+    label_smoothing: float = 0.1
+    clip_grad: float = 1.0  # largest gradient norm; 0 switches clipping off
+    ema: float | None = None  # decay of an exponential moving average of the weights, e.g. 0.999
+    precision: str = "no"  # no (float32), bf16 or fp16
+    cpu: bool = False  # use the CPU even where an accelerator is
+    threads: int | None = None  # of torch, per process; null leaves torch's default
+
+
+@dataclass
+class RunConfig:
+    pos: str = "rope_axial"
+    seed: int = 0
+    out: str | None = None  # run folder; of a sweep, the folder that holds its run folders
+    resume: str | None = None  # run folder to continue
+    data: Any = MISSING
+    model: ModelConfig = field(default_factory=ModelConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+
+
+def register() -> None:
+    """Make the schema known to Hydra, as group ``schema``."""
+    store = ConfigStore.instance()
+    nodes = {"run": RunConfig, "digits": data.DigitsConfig, "cifar": data.CifarConfig, "folder": data.FolderConfig}
+    for name, node in nodes.items():
+        store.store(group="schema", name=name, node=node)
+
+
+def typed(cfg: DictConfig) -> RunConfig:
+    """The composed configuration as checked dataclasses; ValueError or TypeError says which value is wrong."""
+    values: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+    for part, kind in (("", RunConfig), ("model", ModelConfig), ("train", TrainConfig)):
+        known = [f.name for f in dataclasses.fields(kind)]
+        for key in values[part] if part else values:
+            if key not in known:
+                raise ValueError(f"unknown config key {f'{part}.{key}'.lstrip('.')!r}; {spec.nearest(key, known)}")
+    run = RunConfig(**{**values, "model": ModelConfig(**values["model"]), "train": TrainConfig(**values["train"])})
+    run.data = data.resolve(values["data"])
+    run.pos = str(spec.parse(run.pos))
+    check(run)
+    return run
+
+
+def check(run: RunConfig) -> None:
+    """Raise ValueError for a value out of its range."""
+    t = run.train
+    rules = [
+        ("seed", run.seed, run.seed >= 0, "0 or more"),
+        ("train.epochs", t.epochs, t.epochs >= 1, "1 or more"),
+        ("train.batch_size", t.batch_size, t.batch_size >= 1, "1 or more"),
+        ("train.eval_batch_size", t.eval_batch_size, t.eval_batch_size >= 1, "1 or more"),
+        ("train.lr", t.lr, t.lr > 0, "positive"),
+        ("train.pos_lr_mult", t.pos_lr_mult, t.pos_lr_mult >= 0, "0 or more"),
+        ("train.weight_decay", t.weight_decay, t.weight_decay >= 0, "0 or more"),
+        ("train.betas", t.betas, len(t.betas) == 2 and all(0 <= b < 1 for b in t.betas), "two numbers in [0, 1)"),
+        ("train.warmup", t.warmup, 0 <= t.warmup < 1, "in [0, 1)"),
+        ("train.label_smoothing", t.label_smoothing, 0 <= t.label_smoothing < 1, "in [0, 1)"),
+        ("train.clip_grad", t.clip_grad, t.clip_grad >= 0, "0 or more"),
+        ("train.ema", t.ema, t.ema is None or 0 < t.ema < 1, "null or in (0, 1)"),
+        ("train.precision", t.precision, t.precision in PRECISIONS, f"one of {', '.join(PRECISIONS)}"),
+        ("train.threads", t.threads, t.threads is None or t.threads >= 1, "null or 1 or more"),
+    ]
+    for key, value, holds, wanted in rules:
+        if not holds:
+            raise ValueError(f"{key}={value} must be {wanted}")
+    taken = {"in_chans", "num_classes", "img_size", "pos"} & set(run.model.kwargs)
+    if taken:
+        raise ValueError(f"model.kwargs.{min(taken)} is not set here: it follows from the data and from pos")
+
+
+def resumed(cfg: DictConfig, folder: Path) -> DictConfig:
+    """The configuration stored in a run folder; what the command line says besides must not contradict it."""
+    path = folder / "config.yaml"
+    if not path.is_file():
+        raise FileNotFoundError(f"resume={folder}: no run there ({path} is missing)")
+    stored = OmegaConf.load(path)
+    given = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
+    for override in given:
+        key = override.split("=")[0].lstrip("+~")
+        if key in ("resume", "out", "experiment"):
+            continue
+        ours, theirs = OmegaConf.select(cfg, key), OmegaConf.select(stored, key)
+        if key == "pos":
+            ours, theirs = str(spec.parse(ours)), str(spec.parse(theirs))
+        if ours != theirs:
+            raise ValueError(
+                f"resume={folder} was trained with {key}={_brief(theirs)} and cannot go on with {_brief(ours)}; "
+                f"leave {key} out, or start a new run"
+            )
+    stored.resume = str(folder)
+    return stored
+
+
+def _brief(value: Any) -> str:
+    return str(value.get("name", value)) if isinstance(value, DictConfig) else str(value)
+
+
+def new_folder(run: RunConfig) -> Path:
+    """Where a new run goes: out, or runs/<date>/<time>-<encoding>-s<seed>; in a sweep, a folder of its own there."""
+    slug = "".join(c if c.isalnum() or c in "._-" else "-" for c in run.pos.replace(" ", "").replace("+", "_"))
+    label = f"{slug.strip('-')}-s{run.seed}"
+    if HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN:
+        return Path(HydraConfig.get().sweep.dir) / f"{HydraConfig.get().job.num:02d}-{label}"
+    if run.out is not None:
+        return Path(run.out)
+    now = datetime.now()
+    return Path("runs") / f"{now:%Y-%m-%d}" / f"{now:%H-%M-%S}-{label}"
+
+
+def suggest(key: str, known: DictConfig) -> str:
+    """Half a sentence naming the keys of a configuration nearest to the dotted ``key``."""
+    keys = _flatten(known)
+    parent, _, leaf = key.rpartition(".")
+    near = difflib.get_close_matches(leaf, [k.rpartition(".")[2] for k in keys], n=1, cutoff=0.6)
+    close = [k for k in keys if k.rpartition(".")[2] in near]
+    if close:
+        return f"did you mean {' or '.join(close)}?"
+    siblings = [k for k in keys if k.rpartition(".")[0] == parent]
+    return f"known: {', '.join(siblings)}"
+
+
+def _flatten(node: DictConfig, prefix: str = "") -> list[str]:
+    keys: list[str] = []
+    for key in node:
+        if prefix == "" and key == "hydra":
+            continue
+        keys.append(f"{prefix}{key}")
+        child = node._get_node(key)
+        if isinstance(child, DictConfig) and not child._is_none() and not child._is_missing():
+            keys += _flatten(child, f"{prefix}{key}.")
+    return keys
+
+
+register()

@@ -1,0 +1,294 @@
+"""What train.py's page calls: processes and devices, the model, its optimizer, the run folder, the progress line."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import pandas as pd
+import torch
+import yaml
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from timm.optim import param_groups_weight_decay
+from timm.utils import ModelEmaV3
+from torch import Tensor, nn
+
+import vitpos
+from vitpos import config, data, seeds
+from vitpos.config import RunConfig, TrainConfig
+
+PACKAGES = ("vitpos", "torch", "timm", "torchvision", "accelerate", "numpy", "scikit-learn")
+
+
+def start(cfg: TrainConfig) -> Accelerator:
+    """Threads, device, precision and the process group (under torchrun), as the configuration asks."""
+    if cfg.threads is not None:
+        torch.set_num_threads(cfg.threads)
+    return Accelerator(mixed_precision=cfg.precision, cpu=cfg.cpu)
+
+
+def create_model(run: RunConfig, info: data.Info) -> nn.Module:
+    """The timm model with its encoding: bit-equal backbone weights at one seed, whatever the encoding."""
+    kwargs = dict(run.model.kwargs, in_chans=info.in_chans, num_classes=len(info.classes), img_size=info.img_size)
+    torch.manual_seed(seeds.stream(run.seed, "backbone"))
+    model = vitpos.create_model(run.model.name, pos="native", **kwargs)
+    torch.manual_seed(seeds.stream(run.seed, "encoding"))
+    return vitpos.attach(model, run.pos)
+
+
+def is_positional(name: str) -> bool:
+    """Whether a parameter of this name belongs to the encoding."""
+    return name.startswith("position.") or name == "pos_embed"
+
+
+def create_optimizer(model: nn.Module, cfg: TrainConfig) -> torch.optim.Optimizer:
+    """AdamW over timm's parameter groups; the encoding's parameters get no decay and a learning rate of their own."""
+    positional = [p for name, p in model.named_parameters() if is_positional(name) and p.requires_grad]
+    ours = {id(p) for p in positional}
+    groups = param_groups_weight_decay(model, cfg.weight_decay, no_weight_decay_list=model.no_weight_decay())
+    groups = [{**g, "params": [p for p in g["params"] if id(p) not in ours], "lr_scale": 1.0} for g in groups]
+    groups.append({"params": positional, "weight_decay": 0.0, "lr_scale": cfg.pos_lr_mult})
+    groups = [g for g in groups if g["params"]]
+    return torch.optim.AdamW(groups, lr=cfg.lr, betas=tuple(cfg.betas), fused=True)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, cfg: TrainConfig, step: int, steps: int) -> float:
+    """Linear warm-up over the first cfg.warmup of all steps, then cosine to zero; returns the base rate."""
+    warmup = round(cfg.warmup * steps)
+    if step < warmup:
+        lr = cfg.lr * (step + 1) / warmup
+    else:
+        lr = cfg.lr * 0.5 * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup)))
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group["lr_scale"]
+    return lr
+
+
+def create_ema(model: nn.Module, cfg: TrainConfig) -> ModelEmaV3 | None:
+    return None if cfg.ema is None else ModelEmaV3(model, decay=cfg.ema, use_warmup=True)
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, dataset: data.Dataset, batch_size: int, accelerator: Accelerator) -> dict[str, float]:
+    """Mean cross-entropy and accuracy of the model on the whole dataset, each process on its share."""
+    model.eval()
+    total = torch.zeros(3, device=accelerator.device)  # loss, correct, images
+    batches = data.eval_batches(len(dataset), batch_size)
+    for x, y in dataset.iterate(batches[accelerator.process_index :: accelerator.num_processes]):
+        with accelerator.autocast():
+            logits = model(data.normalize(x, dataset.info)).float()
+        loss = nn.functional.cross_entropy(logits, y, reduction="sum")
+        total += torch.stack([loss, (logits.argmax(1) == y).sum(), torch.tensor(len(y), device=loss.device)])
+    loss_sum, correct, images = accelerator.reduce(total).tolist()
+    return {"val_loss": loss_sum / images, "val_accuracy": correct / images}
+
+
+class RunFolder:
+    """A run's folder: chosen by the first process, written by it alone, each file whole or not at all.
+
+    As a context manager it removes a new folder again when no epoch was completed in it.
+    """
+
+    def __init__(self, run: RunConfig, accelerator: Accelerator, info: data.Info):
+        self.run, self.accelerator, self.info = run, accelerator, info
+        self.rows: list[dict[str, float]] = []
+        self.created: list[Path] = []
+        self.writer: Any = None
+        self.path = self._agree(self._open)
+
+    def _agree(self, action: Callable[[], Path]) -> Path:
+        """The first process's result in every process; its error too, so that none waits for a folder in vain."""
+        answer: list[Any] = [None, None]
+        if self.accelerator.is_main_process:
+            try:
+                answer[0] = action()
+            except (ValueError, OSError) as error:
+                answer[1] = error
+        if self.accelerator.num_processes > 1:
+            broadcast_object_list(answer)
+        if answer[1] is not None:
+            raise answer[1]
+        return answer[0]
+
+    def _open(self) -> Path:
+        if self.run.resume is not None:
+            return Path(self.run.resume)
+        path = config.new_folder(self.run)
+        if path.is_dir() and any(path.iterdir()):
+            raise ValueError(f"out={path} holds files already; choose another folder, or continue its run with resume=")
+        self.path, self.created = path, [p for p in (path, *path.parents) if not p.exists()]
+        path.mkdir(parents=True, exist_ok=True)
+        self._write("config.yaml", yaml.safe_dump(dataclasses.asdict(self.run), sort_keys=False))
+        self._write("environment.json", json.dumps(environment(self.accelerator), indent=2))
+        return path
+
+    def __enter__(self) -> RunFolder:
+        if self.accelerator.is_main_process:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.writer = SummaryWriter(str(self.path / "tb"))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if self.writer is not None:
+            self.writer.close()
+        if error is not None and not self.rows and self.created:
+            shutil.rmtree(self.created[0])
+            for folder in self.created[1:]:
+                if not any(folder.iterdir()):
+                    folder.rmdir()
+
+    def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer, ema: ModelEmaV3 | None) -> int:
+        """Load the state of the run that is continued, if one is; returns the number of epochs done."""
+        if self.run.resume is None:
+            return 0
+        path = self.path / "state.pt"
+        if not path.is_file():
+            raise FileNotFoundError(f"resume={self.path}: {path.name} is missing, there is nothing to continue from")
+        try:
+            state = torch.load(path, map_location=self.accelerator.device, weights_only=True)
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+            if ema is not None:
+                ema.module.load_state_dict(state["ema"])
+        except Exception as error:
+            reason = str(error).strip().splitlines()[0]
+            raise ValueError(f"{path} does not fit the model of {self.path / 'config.yaml'}: {reason}") from None
+        self.rows = state["rows"]
+        return state["epoch"]
+
+    def save(
+        self, row: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer, ema: ModelEmaV3 | None
+    ) -> None:
+        """After an epoch: its metrics, the weights of the evaluated model, and the resumable state."""
+        self.rows.append(row)
+        if not self.accelerator.is_main_process:
+            return
+        state = {
+            "model": model.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "ema": None if ema is None else ema.module.state_dict(),
+            "epoch": row["epoch"],
+            "step": row["step"],
+            "rows": self.rows,
+        }
+        extra = {
+            "run": f"{self.run.pos} s{self.run.seed}",
+            "seed": self.run.seed,
+            "epochs": row["epoch"],
+            "data": dataclasses.asdict(self.run.data),
+        }
+        info = self.info
+        preprocessing = {
+            "mean": info.mean, "std": info.std, "img_size": list(info.img_size), "in_chans": info.in_chans,
+        }  # fmt: skip
+        weights = model if ema is None else ema.module
+        vitpos.save(
+            weights, self.path / "last.safetensors", classes=info.classes, preprocessing=preprocessing, extra=extra
+        )
+        self._write("metrics.csv", pd.DataFrame(self.rows).to_csv(index=False, float_format="%.6g"))
+        self._write("state.pt", lambda path: torch.save(state, path))
+        for name, value in row.items():
+            if name not in ("epoch", "step"):
+                self.writer.add_scalar(name, value, row["step"])
+        self.writer.flush()
+
+    def _write(self, name: str, content: str | Callable[[Path], None]) -> None:
+        temporary = self.path / f".{name}-{os.getpid()}"
+        try:
+            if callable(content):
+                content(temporary)
+            else:
+                temporary.write_text(content)
+            os.replace(temporary, self.path / name)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def environment(accelerator: Accelerator) -> dict[str, Any]:
+    """What the numbers of a run depend on besides its configuration."""
+    gpu = torch.cuda.get_device_name() if accelerator.device.type == "cuda" else None
+    return {
+        "command": " ".join(sys.argv),
+        "versions": {name: _version(name) for name in PACKAGES},
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "device": gpu or str(accelerator.device),
+        "processes": accelerator.num_processes,
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+class Meter:
+    """Progress of the first process: a bar with images/s and time left on a terminal, a line an epoch elsewhere."""
+
+    def __init__(self, accelerator: Accelerator, run: RunConfig, steps: int, done: int):
+        self.loud = accelerator.is_main_process
+        self.label, self.epochs = f"{run.pos} s{run.seed}", run.train.epochs
+        self.images, self.images_per_step = 0, run.train.batch_size
+        self.begin = time.perf_counter()
+        self.spent = 0.0  # seconds in training steps, evaluation left out
+        columns = (
+            TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(),
+            TextColumn("{task.fields[rate]}"), TimeRemainingColumn(),
+        )  # fmt: skip
+        self.bar = Progress(*columns, disable=not (self.loud and sys.stdout.isatty()))
+        self.task = self.bar.add_task(self.label, total=steps, completed=done, rate="")
+
+    def __enter__(self) -> Meter:
+        self.bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.stop()
+
+    def steps(self, batches: Iterator[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Pass batches on, counting images and the seconds until the next is asked for."""
+        since = time.perf_counter()
+        for batch in batches:
+            yield batch
+            now = time.perf_counter()
+            self.spent, since = self.spent + now - since, now
+            self.images += self.images_per_step
+            if not self.bar.disable:
+                self.bar.update(self.task, advance=1, rate=f"{self.rate:,.0f} images/s")
+
+    @property
+    def rate(self) -> float:
+        return self.images / max(self.spent, 1e-9)
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self.begin
+
+    def epoch(self, row: dict[str, Any]) -> None:
+        """Report an epoch's metrics."""
+        text = (
+            f"{self.label}  epoch {row['epoch']}/{self.epochs}  loss {row['train_loss']:.3f}  "
+            f"val accuracy {row['val_accuracy']:.3f}  {self.rate:,.0f} images/s"
+        )
+        if not self.bar.disable:
+            self.bar.update(self.task, description=f"{self.label}  val accuracy {row['val_accuracy']:.3f}")
+        elif self.loud:
+            print(text, flush=True)
