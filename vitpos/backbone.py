@@ -306,8 +306,6 @@ def _attach(model: Any, spec: Spec, trained: bool) -> None:
     for module in model.modules():
         module.__class__ = _PARTS.get(type(module), type(module))
     model.__class__ = _MODELS.get(type(model), type(model))
-    if hasattr(model, "_traits"):
-        model._traits = dict(model._traits, fixed_input_size=False)
 
 
 def _training_grid(model: Any) -> positions.Extent:

@@ -198,6 +198,8 @@ def _term(node: ast.expr, text: str) -> Term:
     for keyword in node.keywords:
         if keyword.arg is None:
             raise _malformed(text)
+        if keyword.arg in given:
+            raise ValueError(f"{name}: option {keyword.arg} is given twice in {text!r}")
         try:
             given[keyword.arg] = ast.literal_eval(keyword.value)
         except ValueError:

@@ -1,0 +1,16 @@
+"""Shared by all tests: one thread a process, no display, and small float64 models over the whole registry."""
+
+import os
+
+for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ.setdefault(_name, "1")
+os.environ.setdefault("MPLBACKEND", "Agg")
+
+import pytest  # noqa: E402  (the thread counts are read at import)
+import torch  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def _reproducible():
+    torch.set_num_threads(1)
+    torch.manual_seed(0)

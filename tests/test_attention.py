@@ -1,0 +1,218 @@
+"""The wiring, against an attention written token by token with loops, for every encoding of the registry."""
+
+import math
+
+import pytest
+import torch
+from common import ENCODINGS, GRIDS, PREFIXES, coordinates, images, randomize_, relative_change, tiny
+
+from vitpos.attention import Signal, expand_angles, expand_bias, rotate
+from vitpos.encoding import Angles, OffsetTable, SeparableAngles
+from vitpos.positions import Positions
+
+
+def by_hand(model, x, grid, mistake=None):
+    """Tokens after all blocks and the final norm: no batching over tokens, no structured signal, no padding."""
+    cells = coordinates(grid)
+    prefix = model.num_prefix_tokens
+    out = []
+    for image in x:
+        patches = model.patch_embed(image[None]).flatten(1, -2)[0]
+        rows = list(patches)
+        encodings = {e.name: e for e in model.position.shared.values()}
+        for encoding in encodings.values():
+            if "tokens" in encoding.sites():
+                table = (
+                    [model.pos_embed[:, 0 if model.no_embed_class else prefix :]] if encoding.model_parameter else []
+                )
+                for n, cell in enumerate(cells):
+                    rows[n] = rows[n] + encoding.tokens(Positions(cell.view(1, 1, 2), grid), *table)[0, 0]
+        before = [t[0, i] for t in (model.cls_token, model.reg_token) if t is not None for i in range(t.shape[1])]
+        if model.pos_embed is not None and not model.no_embed_class:
+            before = [token + model.pos_embed[0, i] for i, token in enumerate(before)]
+        tokens = torch.stack(before + rows)
+        for layer, block in enumerate(model.blocks):
+            own = model.position.layers[layer].values() if len(model.position.layers) else ()
+            active = [*encodings.values(), *own]
+            tokens = tokens + attention_by_hand(block.attn, block.norm1(tokens), cells, grid, prefix, active, mistake)
+            tokens = tokens + block.mlp(block.norm2(tokens))
+        out.append(model.norm(tokens))
+    return torch.stack(out)
+
+
+def attention_by_hand(attn, tokens, cells, grid, prefix, encodings, mistake):
+    width = attn.head_dim
+    heads = []
+    for h in range(attn.num_heads):
+        q, k, v = (attn.qkv(tokens).view(-1, 3, attn.num_heads, width)[:, i, h] for i in range(3))
+        q, k = list(attn.q_norm(q)), list(attn.k_norm(k))
+        for encoding in encodings:
+            if "angles" not in encoding.sites():
+                continue
+            for n, cell in enumerate(cells):
+                angles = encoding.angles(Positions(cell.view(1, 1, 2), grid))
+                phase = angles.phase[0, h % angles.phase.shape[1], 0]
+                assert angles.layout == "interleaved"
+                for rows in (q, k):
+                    rows[prefix + n] = turn(rows[prefix + n], phase if mistake != "sign" or rows is q else -phase)
+        logits = torch.empty(len(q), len(k), dtype=torch.float64)
+        for a in range(len(q)):
+            for b in range(len(k)):
+                logits[a, b] = q[a] @ k[b] / math.sqrt(width)
+                if a < prefix or b < prefix:
+                    continue
+                for encoding in encodings:
+                    if "bias" in encoding.sites():
+                        pair = torch.stack([cells[a - prefix], cells[b - prefix]])
+                        bias = encoding.bias(Positions(pair[None], grid))
+                        first, second = (1, 0) if mistake == "sign" else (0, 1)
+                        logits[a, b] += bias[0, h % bias.shape[1], first, second]
+        heads.append(logits.softmax(-1) @ v)
+    return attn.proj(attn.norm(torch.cat(heads, dim=-1)))
+
+
+def turn(row, phase):
+    """Complex multiplication of adjacent channel pairs."""
+    turned = torch.view_as_complex(row.view(-1, 2)) * torch.polar(torch.ones_like(phase), phase)
+    return torch.view_as_real(turned).flatten()
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("name", [*ENCODINGS, "rope_axial + ape1d", "rope_mixed + rpb + ape2d"])
+def test_model_equals_attention_by_hand(name, grid, prefix):
+    model = tiny(name, grid, prefix, heads=2, dim=24)
+    x = images(grid)
+    with torch.no_grad():
+        assert relative_change(model.forward_features(x), by_hand(model, x, grid)) < 1e-12
+
+
+@pytest.mark.parametrize("name", ["rope_axial", "rope_mixed", "rpb"])
+def test_by_hand_sees_a_wrong_sign(name):
+    model = tiny(name, (3, 5), 1, heads=2, dim=24)
+    x = images((3, 5))
+    with torch.no_grad():
+        assert relative_change(model.forward_features(x), by_hand(model, x, (3, 5), mistake="sign")) > 1e-4
+
+
+@pytest.mark.parametrize("options", [{"qk_norm": True}, {"no_embed_class": True}, {"qkv_bias": False}])
+@pytest.mark.parametrize("name", ["rope_mixed", "rpb + ape1d"])
+def test_model_options(name, options):
+    model = tiny(name, (3, 5), 5, heads=2, dim=24, **options)
+    x = images((3, 5))
+    with torch.no_grad():
+        assert relative_change(model.forward_features(x), by_hand(model, x, (3, 5))) < 1e-12
+
+
+@pytest.mark.parametrize("layout", ["interleaved", "half"])
+def test_rotation_layouts(layout):
+    """One pair at a quarter turn: (a, b) becomes (-b, a); the other pair stays."""
+    phase = torch.tensor([math.pi / 2, 0.0], dtype=torch.float64).view(1, 1, 1, 2)
+    x = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64).view(1, 1, 1, 4)
+    turned = rotate(x, expand_angles(Angles(phase, layout), prefix=0)).flatten()
+    expected = {"interleaved": [-2.0, 1.0, 3.0, 4.0], "half": [-3.0, 2.0, 1.0, 4.0]}[layout]
+    torch.testing.assert_close(turned, torch.tensor(expected, dtype=torch.float64), atol=1e-12, rtol=0)
+
+
+def test_rotation_leaves_prefix_tokens_bit_for_bit():
+    x = torch.randn(2, 3, 5 + 4, 8)
+    phase = torch.randn(1, 3, 4, 4)
+    turned = rotate(x, expand_angles(Angles(phase), prefix=5))
+    assert torch.equal(turned[:, :, :5], x[:, :, :5])
+    assert not torch.equal(turned[:, :, 5:], x[:, :, 5:])
+    torch.testing.assert_close(turned.norm(dim=-1), x.norm(dim=-1))
+
+
+def test_separable_angles_are_the_sum_of_their_parts():
+    y, x = torch.randn(3, 2, 6), torch.randn(3, 5, 6)
+    rotation = expand_angles(SeparableAngles(y, x), prefix=1)
+    for i in range(2):
+        for j in range(5):
+            torch.testing.assert_close(rotation.cos[0, :, 1 + i * 5 + j], (y[:, i] + x[:, j]).cos())
+
+
+@pytest.mark.parametrize("grid", [(3, 5), (5, 2), (1, 7), (1, 1)])
+def test_offset_table_is_read_at_query_minus_key(grid):
+    height, width = grid
+    table = torch.arange(2.0 * (2 * height - 1) * (2 * width - 1)).view(2, 2 * height - 1, 2 * width - 1)
+    dense = expand_bias(OffsetTable(table))[0]
+    cells = [(i, j) for i in range(height) for j in range(width)]
+    for q, (qi, qj) in enumerate(cells):
+        for k, (ki, kj) in enumerate(cells):
+            assert torch.equal(dense[:, q, k], table[:, qi - ki + height - 1, qj - kj + width - 1])
+
+
+def test_bias_of_prefix_pairs_is_zero():
+    bias = torch.ones(1, 2, 3, 3)
+    expanded = Signal(prefix=2, biases=(bias, bias)).expand().bias
+    assert expanded.shape == (1, 2, 5, 5)
+    assert torch.equal(expanded[:, :, 2:, 2:], 2 * bias)
+    assert expanded[:, :, :2].abs().sum() == expanded[:, :, :, :2].abs().sum() == 0
+
+
+@pytest.mark.parametrize("name", ["none", "rope_axial", "rpb"])
+@pytest.mark.parametrize("fused", [True, False])
+def test_caller_masks(name, fused):
+    """A boolean mask, the same mask added to the logits, and causality as a mask agree; so do both kernels."""
+    grid = (3, 5)
+    model, reference = tiny(name, grid, 1), tiny(name, grid, 1)
+    for block in model.blocks:
+        block.attn.fused_attn = fused
+    x = images(grid)
+    allowed = torch.rand(16, 16, generator=torch.Generator().manual_seed(4)) < 0.6
+    allowed |= torch.eye(16, dtype=torch.bool)
+    added = torch.zeros(16, 16, dtype=torch.float64).masked_fill(~allowed, -torch.inf)
+    lower = torch.ones(16, 16, dtype=torch.bool).tril()
+    with torch.no_grad():
+        assert relative_change(model(x, attn_mask=allowed), reference(x, attn_mask=added)) < 1e-12
+        assert relative_change(model(x, is_causal=True), reference(x, attn_mask=lower)) < 1e-12
+        both = model(x, attn_mask=allowed, is_causal=True)
+        assert relative_change(both, reference(x, attn_mask=allowed & lower)) < 1e-12
+        assert relative_change(model(x, attn_mask=added, is_causal=True), both) < 1e-12
+        assert relative_change(both, model(x)) > 1e-4
+
+
+@pytest.mark.parametrize("name", [n for n in ENCODINGS if n != "none"])
+def test_gradients_reach_every_parameter(name):
+    mean_pooled, with_prefix = tiny(name, (3, 5), 0), tiny(name, (3, 5), 5)
+    mean_pooled(images((3, 5))).pow(2).sum().backward()
+    assert not [n for n, p in mean_pooled.named_parameters() if p.grad is None or p.grad.abs().sum() == 0]
+    with_prefix(images((3, 5))).pow(2).sum().backward()  # a class token sees no bias in the last block: zero, not None
+    assert not [n for n, p in with_prefix.named_parameters() if p.grad is None]
+
+
+@pytest.mark.parametrize("name", ENCODINGS)
+def test_dropped_patches_equal_each_sample_alone(name):
+    """Patch dropout: a batch equals each sample run alone on its kept patches at their own coordinates."""
+    grid = (3, 5)
+    model = tiny(name, grid, 1, patch_drop_rate=0.4, heads=2, dim=24)
+    x = images(grid)
+    model.patch_drop.train()
+    torch.manual_seed(7)
+    with torch.no_grad():
+        together = model.forward_features(x)
+        torch.manual_seed(7)
+        kept = torch.argsort(torch.randn(2, 15), dim=-1)[:, :9]
+        for sample in range(2):
+            cells = coordinates(grid)[kept[sample]]
+            model.patch_drop.eval()
+            full, pos = model._embed(x[sample : sample + 1], None, None)
+            tokens = torch.cat([full[:, :1], full[:, 1:][:, kept[sample]]], dim=1)
+            alone, _ = model._blocks(tokens, Positions(cells[None], grid), None, False, 2)
+            model.patch_drop.train()
+            assert pos.full
+            assert relative_change(model.norm(alone), together[sample : sample + 1]) < 1e-12
+
+
+def test_randomized_models_differ_by_encoding():
+    """Otherwise the comparisons above would compare nothing."""
+    x = images((3, 5))
+    outputs = {}
+    for name in ENCODINGS:
+        model = tiny(name, (3, 5), 0)
+        randomize_(model)
+        outputs[name] = model(x).detach()
+    for a in ENCODINGS:
+        for b in ENCODINGS:
+            if a < b:
+                assert relative_change(outputs[a], outputs[b]) > 1e-4, (a, b)

@@ -1,0 +1,413 @@
+"""What comes back is a timm model: equal to timm's where timm has the encoding, and usable as one everywhere."""
+
+import copy
+import pickle
+
+import pytest
+import timm
+import torch
+from common import ENCODINGS, PATCH, coordinates, images, randomize_, relative_change, tiny
+from timm.optim import param_groups_layer_decay, param_groups_weight_decay
+from timm.utils import ModelEmaV3
+
+import vitpos
+from vitpos import backbone
+
+TIMM = "vit_tiny_patch16_224"
+SMALL = {"img_size": (48, 80), "patch_size": 16, "embed_dim": 48, "depth": 3, "num_heads": 3, "num_classes": 7}
+
+
+def timm_model(**kwargs):
+    torch.manual_seed(0)
+    model = timm.create_model(TIMM, **{**SMALL, **kwargs}).eval()
+    randomize_(model)
+    return model
+
+
+OPTIONS = [
+    {},
+    {"class_token": False, "global_pool": "avg"},
+    {"reg_tokens": 4},
+    {"reg_tokens": 4, "no_embed_class": True},
+    {"class_token": False, "reg_tokens": 2, "global_pool": "avg"},
+    {"dynamic_img_size": True},
+    {"qk_norm": True, "init_values": 0.5},
+    {"pre_norm": True},
+    {"global_pool": "map", "class_token": False},
+    {"block_fn": timm.models.vision_transformer.ResPostBlock},
+    {"block_fn": timm.models.vision_transformer.ParallelThingsBlock},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("pos", ["ape1d", "native"])
+def test_ape1d_changes_no_bit(options, pos):
+    plain = timm_model(**options)
+    model = vitpos.attach(copy.deepcopy(plain), pos)
+    x = torch.randn(2, 3, 48, 80)
+    with torch.no_grad():
+        assert torch.equal(model(x), plain(x))
+        ours = model.forward_intermediates(x, indices=2, return_prefix_tokens=True, norm=True)
+        theirs = plain.forward_intermediates(x, indices=2, return_prefix_tokens=True, norm=True)
+    for a, b in zip(flat(ours), flat(theirs)):
+        assert torch.equal(a, b)
+    assert list(model.state_dict()) == list(plain.state_dict())
+
+
+def flat(value):
+    return [value] if isinstance(value, torch.Tensor) else [t for v in value for t in flat(v)]
+
+
+@pytest.mark.parametrize("options", OPTIONS[:5], ids=str)
+def test_none_folds_the_prefix_rows_and_drops_the_rest(options):
+    plain = timm_model(**options)
+    model = vitpos.attach(copy.deepcopy(plain), "none")
+    x = torch.randn(2, 3, 48, 80)
+    with torch.no_grad():
+        rows = 0 if plain.no_embed_class else plain.num_prefix_tokens
+        plain.pos_embed[:, rows:] = 0
+        assert torch.equal(model(x), plain(x))
+    assert model.pos_embed is None
+    assert model.forward_features(x).shape[1] == 15 + model.num_prefix_tokens
+
+
+@pytest.mark.parametrize("size", [(80, 48), (48, 64), (96, 160), (16, 240)])
+@pytest.mark.parametrize("options", OPTIONS[:4], ids=str)
+def test_ape1d_at_other_sizes_is_timms_dynamic_model(size, options):
+    plain = timm_model(dynamic_img_size=True, **options)
+    model = vitpos.attach(timm_model(**options), "ape1d")
+    x = torch.randn(2, 3, *size)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), plain(x), atol=1e-5, rtol=1e-5)
+
+
+def test_ape1d_keeps_row_ramps_as_rows():
+    """From (2, 8) to (4, 4): the token count stays, the grid does not. A swap of axes would mix the ramps."""
+    model = tiny("ape1d", (2, 8), 0)
+    cells = coordinates((2, 8))
+    with torch.no_grad():
+        model.pos_embed[0] = cells[:, :1].expand(-1, model.embed_dim)
+    encoding = model.position.shared["ape1d"]
+    out = encoding.tokens(vitpos.positions.grid(4, 4, dtype=torch.float64), model.pos_embed)[0].unflatten(0, (4, 4))
+    assert out.std(dim=1).max() < 1e-6
+    assert (out[1:] - out[:-1]).min() > 0.01
+
+
+def rope_pair(name, pos):
+    torch.manual_seed(0)
+    theirs = timm.create_model(name, depth=3, img_size=(160, 224), dynamic_img_size=True).eval()
+    torch.manual_seed(0)
+    ours = vitpos.create_model("vit_small_patch16_224", pos=pos, depth=3, img_size=(160, 224), init_values=1e-5).eval()
+    state = {k: v for k, v in theirs.state_dict().items() if not k.startswith("rope.")}
+    for i in range(3):  # timm's EvaAttention keeps the same weights under other names
+        for key in (f"blocks.{i}.gamma_1", f"blocks.{i}.gamma_2"):
+            state[key.replace("gamma_", "ls") + ".gamma"] = state.pop(key)
+    with torch.no_grad():
+        for i in range(len(ours.blocks)):
+            if pos == "rope_mixed":  # timm: [x | y, layer, head, pair]; ours: [head, pair, (y, x)]
+                ours.position.layers[i]["rope_mixed"].weight.copy_(theirs.rope.freqs[:, i].flip(0).permute(1, 2, 0))
+    missing, unexpected = ours.load_state_dict(state, strict=False)
+    assert not unexpected
+    assert all(k.startswith("position.") for k in missing)
+    with torch.no_grad():
+        for model in (theirs, ours):
+            for name, parameter in model.named_parameters():
+                if "gamma" in name:
+                    parameter.fill_(1.0)  # at their initial 1e-5 any encoding would pass
+                if "qkv.weight" in name:
+                    parameter.mul_(10.0)  # and with nearly uniform attention almost any
+    return ours, theirs
+
+
+@pytest.mark.parametrize("size", [(160, 224), (224, 160), (96, 256)])
+@pytest.mark.parametrize(
+    ("name", "pos"),
+    [("vit_small_patch16_rope_224", "rope_axial"), ("vit_small_patch16_rope_mixed_224", "rope_mixed")],
+)
+def test_rotary_equals_timm(name, pos, size):
+    ours, theirs = rope_pair(name, pos)
+    x = torch.randn(1, 3, *size)
+    with torch.no_grad():
+        expected = theirs.forward_features(x)
+        assert relative_change(ours.forward_features(x), expected) < 1e-5
+        vitpos.attach(ours, "rope_axial(theta=90.0)")
+        assert relative_change(ours.forward_features(x), expected) > 1e-3
+
+
+@pytest.mark.parametrize("name", ENCODINGS)
+def test_any_multiple_of_the_patch_is_accepted(name):
+    model = tiny(name, (3, 5), 1)
+    for grid in [(4, 6), (6, 4), (3, 8), (2, 12), (1, 1), (1, 9), (5, 3)]:
+        x = images(grid, batch=1)
+        with torch.no_grad():
+            assert model(x).isfinite().all()
+            maps = model.forward_intermediates(x, 1, intermediates_only=True)
+        assert maps[0].shape == (1, 36, *grid)
+
+
+@pytest.mark.parametrize("size", [(47, 80), (48, 79), (8, 8)])
+def test_other_sizes_are_refused_with_the_nearest(size):
+    model = vitpos.create_model(TIMM, pos="rope_axial", **SMALL)
+    with pytest.raises(ValueError, match="not a multiple of the patch size 16x16; nearest"):
+        model(torch.randn(1, 3, *size))
+    with pytest.raises(ValueError, match="nearest: 32 or 48"):
+        vitpos.create_model(TIMM, pos="rope_axial", img_size=(47, 48), patch_size=16)
+    padded = vitpos.create_model(TIMM, pos="rope_axial", dynamic_img_pad=True, **SMALL)
+    assert padded(torch.randn(1, 3, *size)).shape == (1, 7)
+
+
+def test_bad_images_and_coordinates():
+    model = tiny("rope_axial")
+    with pytest.raises(ValueError, match=r"expected images \[B, 3, H, W\]"):
+        model(torch.zeros(2, 1, 6, 10, dtype=torch.float64))
+    x = images((3, 5))
+    for coords in (torch.zeros(14, 2), torch.zeros(3, 15, 2), torch.zeros(15, 3), torch.zeros(15)):
+        with pytest.raises(ValueError, match="coords"):
+            model(x, coords=coords)
+    with pytest.raises(ValueError, match="extent"):
+        model(x, coords=torch.zeros(15, 2), extent=(0, 5))
+
+
+def test_what_cannot_be_served_is_refused_and_left_alone():
+    for name, why in [
+        ("resnet18", "ResNet"),
+        ("vit_tiny_patch16_rope_reg1_gap_256", ""),
+        ("swin_tiny_patch4_window7_224", ""),
+    ]:
+        if not timm.is_model(name):
+            continue
+        with torch.device("meta"):
+            model = timm.create_model(name)
+        before = type(model)
+        with pytest.raises(TypeError, match=f"cannot attach.*{why}"):
+            vitpos.attach(model, "rope_axial")
+        assert type(model) is before
+    with torch.device("meta"):
+        model = timm.create_model("vit_tiny_patch16_224", attn_layer="diff")
+    with pytest.raises(TypeError, match="attention must be timm's Attention"):
+        vitpos.attach(model, "rope_axial")
+    with pytest.raises(ValueError, match="unknown timm model 'vit_tinny_patch16_224'; did you mean"):
+        vitpos.create_model("vit_tinny_patch16_224")
+
+
+@pytest.mark.parametrize("pos", ["rope_axial", "rope_mixed"])
+def test_head_width_that_rotary_cannot_serve(pos):
+    plain = timm.create_model(TIMM, img_size=32, embed_dim=30, num_heads=3, depth=1)
+    with pytest.raises(ValueError, match="multiple of 4, got 10; nearest: 8 or 12"):
+        vitpos.attach(plain, pos)
+    assert type(plain) is timm.models.vision_transformer.VisionTransformer
+    assert plain.pos_embed is not None
+
+
+@pytest.mark.parametrize(
+    ("pos", "why"), [("none + rope_axial", "combines with nothing"), ("rope_axial + rope_mixed", "both rotate")]
+)
+def test_combinations_that_make_no_sense(pos, why):
+    with pytest.raises(ValueError, match=why):
+        tiny(pos)
+
+
+@pytest.mark.parametrize("name", ENCODINGS)
+def test_copies_are_their_own(name, tmp_path):
+    model = tiny(name, prefix=1)
+    x = images((3, 5))
+    model.train()(x).sum().backward()  # what a forward leaves behind must not be in the way
+    model.eval()
+    expected = model(x)
+    torch.save(model, tmp_path / "whole.pt")
+    copies = [
+        copy.deepcopy(model),
+        pickle.loads(pickle.dumps(model)),
+        torch.load(tmp_path / "whole.pt", weights_only=False),
+        ModelEmaV3(model).module,
+        model._replicate_for_data_parallel(),
+    ]
+    for other in copies[:-1]:
+        assert torch.equal(other(x), expected)
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.add_(1.0)
+        assert not torch.equal(other(x), expected)
+    assert torch.equal(model(x), expected)
+    assert copies[-1].forward.__self__ is copies[-1]
+    assert not any(callable(v) for v in vars(model).values() if not isinstance(v, type))
+
+
+@pytest.mark.parametrize("name", [*ENCODINGS, "rope_mixed + rpb + ape1d"])
+def test_checkpointing_changes_no_gradient(name):
+    """Two grids of one token count before one backward: state kept on modules would mix them up."""
+    grads = []
+    for enable in (False, True):
+        model = tiny(name, (4, 6), 1).train()
+        model.set_grad_checkpointing(enable)
+        loss = sum(model(images(grid)).pow(2).sum() for grid in [(4, 6), (6, 4), (3, 8)])
+        loss.backward()
+        grads.append({n: p.grad for n, p in model.named_parameters()})
+    for key, value in grads[0].items():
+        assert torch.equal(value, grads[1][key]), key
+
+
+@pytest.mark.parametrize("name", ENCODINGS)
+def test_optimizer_groups_know_positional_parameters(name):
+    model = tiny(name, prefix=1)
+    positional = [n for n, _ in model.named_parameters() if n.startswith("position.") or n == "pos_embed"]
+    names = {id(p): n for n, p in model.named_parameters()}
+    for group in param_groups_weight_decay(model, 0.1, no_weight_decay_list=model.no_weight_decay()):
+        for parameter in group["params"]:
+            if names[id(parameter)] in positional:
+                assert group["weight_decay"] == 0.0
+    scales = {}
+    for group in param_groups_layer_decay(model, 0.1, no_weight_decay_list=model.no_weight_decay(), layer_decay=0.5):
+        for parameter in group["params"]:
+            scales[names[id(parameter)]] = (group["lr_scale"], group["weight_decay"])
+    for n in positional:
+        assert scales[n] == (scales["patch_embed.proj.weight"][0], 0.0)
+    assert scales["blocks.1.attn.qkv.weight"][1] == 0.1
+
+
+@pytest.mark.parametrize("name", ENCODINGS)
+def test_timm_methods(name):
+    model = tiny(name, prefix=1)
+    x = images((3, 5))
+    pruned = copy.deepcopy(model)
+    with torch.no_grad():
+        first = model.forward_intermediates(x, [0], intermediates_only=True)[0]
+        pruned.prune_intermediate_layers([0])
+        assert torch.equal(pruned.forward_intermediates(x, [0], intermediates_only=True)[0], first)
+        assert len(pruned.position.layers) in (0, 1)
+        layers = model.get_intermediate_layers(x, n=2, reshape=True, norm=True)
+        assert torch.equal(layers[-1].flatten(2).mT, model.forward_features(x)[:, 1:])
+        as_dict = model.forward_intermediates(x, output_dict=True, return_prefix_tokens=True)
+        assert set(as_dict) == {"image_intermediates", "image_intermediates_prefix", "image_features"}
+        table = None if model.pos_embed is None else model.pos_embed.clone()
+        before = model(images((6, 4)))
+        model.set_input_size(img_size=(6 * PATCH, 4 * PATCH))
+        assert torch.equal(model(images((6, 4))), before)
+        assert timm.data.resolve_input_data_config(model)["input_size"] == (3, 12, 8)
+        if table is not None:
+            assert torch.equal(model.pos_embed, table)
+    model.reset_classifier(3)
+    assert model(x).shape == (2, 3)
+    features = vitpos.create_model(TIMM, pos=name, features_only=True, out_indices=(0, 2), **SMALL)
+    assert [tuple(f.shape) for f in features(torch.randn(1, 3, 64, 48))] == [(1, 48, 4, 3)] * 2
+
+
+def test_backbone_weights_do_not_depend_on_the_encoding():
+    states = {}
+    for name in [*ENCODINGS, "native", "rope_mixed + ape1d"]:
+        torch.manual_seed(5)
+        model = vitpos.create_model(TIMM, pos=name, encoding_seed=9, **SMALL)
+        after = torch.rand(1)
+        states[name] = {k: v for k, v in model.state_dict().items() if not k.startswith("pos")} | {"after": after}
+    torch.manual_seed(6)
+    other = vitpos.create_model(TIMM, pos="none", encoding_seed=9, **SMALL).state_dict()
+    for name, state in states.items():
+        for key, value in state.items():
+            assert torch.equal(value, states["none"][key]), (name, key)
+    assert not torch.equal(other["head.weight"], states["none"]["head.weight"])
+
+
+def test_encoding_seed_draws_the_encoding():
+    weights = [
+        vitpos.create_model(TIMM, pos="rpb", encoding_seed=seed, **SMALL).position.layers[0]["rpb"].table
+        for seed in (1, 1, 2)
+    ]
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+
+
+@pytest.mark.parametrize("name", ["ape1d", "ape2d", "rpb"])
+def test_initial_scale_is_an_option(name):
+    for std in (0.02, 0.5):
+        model = vitpos.create_model(TIMM, pos=f"{name}(std={std})", img_size=224, depth=2)
+        (table, *_) = [p for n, p in model.named_parameters() if n.startswith(("position.", "pos_embed"))]
+        assert table.std().item() == pytest.approx(std, rel=0.1)
+
+
+def test_parameter_counts():
+    count = sum(p.numel() for p in vitpos.create_model("vit_base_patch16_224", pos="rpb").position.parameters())
+    assert count == 104_976
+    model = vitpos.create_model("vit_base_patch16_224", pos="rope_mixed")
+    assert sum(p.numel() for p in model.position.parameters()) == 12 * 768
+
+
+@pytest.mark.parametrize("name", ENCODINGS)
+def test_low_precision(name):
+    """Autocast does not touch what encodings compute; a bfloat16 model runs and stays near float32."""
+    model = tiny(name, (3, 5), 1, randomize=False).float()
+    x = images((4, 6), dtype=torch.float32)
+    pos = vitpos.positions.grid(4, 6)
+    with torch.no_grad():
+        expected = model(x)
+        plain = model.position.shared_signal(pos, 1)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            inside = model.position.shared_signal(pos, 1)
+            torch.testing.assert_close(model(x).float(), expected, atol=0.05, rtol=0.05)
+        for a, b in [(plain.bias, inside.bias)] + (
+            [(plain.rotation.cos, inside.rotation.cos)] if plain.rotation else []
+        ):
+            assert (a is None) == (b is None)
+            assert a is None or torch.equal(a, b)
+        low = model.bfloat16()(x.bfloat16())
+    assert low.dtype == torch.bfloat16
+    torch.testing.assert_close(low.float(), expected, atol=0.05, rtol=0.05)
+
+
+@pytest.mark.parametrize("name", ENCODINGS)
+def test_nothing_derived_is_stored(name):
+    """The state holds parameters only, of the size of the training grid whatever was run in between."""
+    model = tiny(name)
+    before = {k: v.shape for k, v in model.state_dict().items()}
+    with torch.no_grad():
+        for grid in [(4, 6), (6, 4), (2, 12)]:
+            model(images(grid))
+    assert {k: v.shape for k, v in model.state_dict().items()} == before
+    assert set(before) == {n for n, _ in model.named_parameters()}
+
+
+def test_resize_policies_switch_in_place():
+    model = tiny("rope_axial + rpb")
+    x = images((6, 10))
+    with torch.no_grad():
+        default = model(x)
+        assert vitpos.resize_policy(model) == "extrapolate + interpolate"
+        switched = vitpos.set_resize(model, "interpolate")(x)
+        assert vitpos.resize_policy(model) == "interpolate + interpolate"
+        assert relative_change(switched, default) > 1e-4
+        expected = tiny("rope_axial(resize='interpolate') + rpb")
+        expected.load_state_dict(model.state_dict())
+        assert torch.equal(expected(x), switched)
+        assert torch.equal(vitpos.set_resize(model, "default")(x), default)
+    mixed = tiny("rope_axial + ape1d")
+    with pytest.raises(ValueError, match="ape1d does not offer the resize policy 'extrapolate'; it knows interpolate"):
+        vitpos.set_resize(mixed, "extrapolate")
+    assert vitpos.resize_policy(mixed) == "extrapolate + interpolate"
+    with pytest.raises(TypeError, match="no vitpos encoding"):
+        vitpos.resize_policy(timm_model())
+    assert vitpos.resize_policy(tiny("none")) == "-"
+
+
+def test_attach_again():
+    """Swapping keeps the backbone; an absolute table stays with its own grid."""
+    model = tiny("rope_axial", prefix=1)
+    x = images((3, 5))
+    with torch.no_grad():
+        expected = model(x)
+        vitpos.attach(model, "rpb")
+        assert relative_change(model(x), expected) > 1e-4
+        vitpos.attach(model, "rope_axial")
+        assert torch.equal(model(x), expected)
+        vitpos.attach(model, "native")
+        assert str(model.position.spec) == "rope_axial"
+        vitpos.attach(model, "native + rpb(std=0.0)")
+        assert torch.equal(model(x), expected)
+        vitpos.attach(model, "ape1d(std=0.5)")
+        assert model.pos_embed.shape == (1, 16, 36)
+        table = model.pos_embed.clone()
+        model.set_input_size(img_size=(12, 12))
+        expected = model(x)
+        vitpos.attach(model, "native")
+        assert torch.equal(model.pos_embed, table)
+        assert torch.equal(model(x), expected)
+    assert type(model) is backbone.VisionTransformer
+    assert isinstance(model, timm.models.vision_transformer.VisionTransformer)

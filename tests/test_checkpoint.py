@@ -1,0 +1,114 @@
+import json
+
+import pytest
+import timm
+import torch
+from common import ENCODINGS, images, tiny
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+import vitpos
+from vitpos.spec import REGISTRY
+
+
+@pytest.mark.parametrize("name", [*ENCODINGS, "rope_mixed(theta=20.0) + ape1d", "rpb(std=0.1, resize='extrapolate')"])
+def test_round_trip(name, tmp_path):
+    model = tiny(name, (3, 5), 5).float()
+    model.reset_classifier(4)
+    path = vitpos.save(model, tmp_path / "m.safetensors", classes=list("abcd"), extra={"seed": 3})
+    again = vitpos.load(path)
+    x = images((4, 6), dtype=torch.float32)
+    assert torch.equal(again(x), model(x))
+    assert not again.training
+    assert again.position.geometry.grid == (3, 5)
+    card = vitpos.read_card(path)
+    assert card["pos"] == str(vitpos.parse(name))
+    assert card["pos_resolved"] == vitpos.parse(name).resolved
+    assert card["grid"] == [3, 5]
+    assert card["classes"] == list("abcd")
+    assert card["extra"] == {"seed": 3}
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["m.safetensors"]
+
+
+def test_the_training_grid_is_kept_when_the_input_size_changes(tmp_path):
+    """A 2x8 and a 4x4 grid have tables of one size: only the stored grid tells them apart."""
+    model = tiny("ape1d", (2, 8)).float()
+    model.set_input_size(img_size=(8, 8))
+    again = vitpos.load(vitpos.save(model, tmp_path / "m.safetensors"))
+    assert again.position.geometry.grid == (2, 8)
+    assert again.patch_embed.img_size == (8, 8)
+    for grid in [(4, 4), (2, 8)]:
+        x = images(grid, dtype=torch.float32)
+        assert torch.equal(again(x), model(x))
+    wrong = tiny("ape1d", (4, 4)).float()
+    wrong.load_state_dict(model.state_dict())
+    assert not torch.equal(wrong(x), model(x))
+
+
+def test_an_attached_model_is_not_reloaded_as_a_plain_one(tmp_path):
+    torch.manual_seed(0)
+    plain = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1, num_classes=3)
+    vitpos.attach(plain, "rope_axial")
+    again = vitpos.load(vitpos.save(plain.eval(), tmp_path / "m.safetensors"))
+    x = torch.randn(1, 3, 32, 48)
+    assert torch.equal(again(x), plain(x))
+    assert str(again.position.spec) == "rope_axial"
+
+
+def test_a_changed_default_does_not_change_an_old_file(tmp_path, monkeypatch):
+    path = vitpos.save(tiny("rope_axial").float(), tmp_path / "m.safetensors")
+    monkeypatch.setitem(REGISTRY["rope_axial"].__init__.__kwdefaults__, "theta", 7.0)
+    assert vitpos.load(path).position.shared["rope_axial"].theta == 100.0
+    assert tiny("rope_axial").position.shared["rope_axial"].theta == 7.0
+
+
+def test_another_version_of_an_encoding_is_refused(tmp_path, monkeypatch):
+    path = vitpos.save(tiny("rope_axial").float(), tmp_path / "m.safetensors")
+    monkeypatch.setattr(REGISTRY["rope_axial"], "version", 2)
+    with pytest.raises(ValueError, match="version 1 of rope_axial; this vitpos has version 2"):
+        vitpos.load(path)
+
+
+def test_preprocessing_reaches_timm(tmp_path):
+    model = tiny("rope_axial").float()
+    prep = {"mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6], "img_size": [6, 10], "in_chans": 3}
+    again = vitpos.load(vitpos.save(model, tmp_path / "m.safetensors", preprocessing=prep))
+    config = timm.data.resolve_input_data_config(again)
+    assert (config["mean"], config["std"]) == ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
+    assert config["input_size"] == (3, 6, 10)
+
+
+def test_bad_files_say_what_is_wrong(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no checkpoint at"):
+        vitpos.load(tmp_path / "absent.safetensors")
+    (tmp_path / "text.safetensors").write_text("no weights")
+    with pytest.raises(ValueError, match="not a readable safetensors file"):
+        vitpos.load(tmp_path / "text.safetensors")
+    save_file({"a": torch.zeros(1)}, tmp_path / "plain.safetensors")
+    with pytest.raises(ValueError, match="no vitpos card"):
+        vitpos.load(tmp_path / "plain.safetensors")
+    whole = vitpos.save(tiny("rpb").float(), tmp_path / "whole.safetensors")
+    (tmp_path / "cut.safetensors").write_bytes(whole.read_bytes()[:-100])
+    with pytest.raises(ValueError, match="not a readable safetensors file"):
+        vitpos.load(tmp_path / "cut.safetensors")
+    with safe_open(whole, framework="pt") as file:
+        card = json.loads(file.metadata()["vitpos"])
+    weights = load_file(whole)
+    for change, words in [({"format": "vitpos/9"}, "reads 'vitpos/1'"), ({"grid": [4, 4]}, "do not fit their card")]:
+        other = tmp_path / "other.safetensors"
+        save_file(weights, other, metadata={"vitpos": json.dumps({**card, **change})})
+        with pytest.raises(ValueError, match=words) as caught:
+            vitpos.load(other)
+        assert "\n" not in str(caught.value)
+
+
+def test_nothing_half_written(tmp_path):
+    path = tmp_path / "m.safetensors"
+    vitpos.save(tiny("rpb").float(), path)
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match="JSON"):
+        vitpos.save(tiny("rpb").float(), path, extra={"bad": object()})
+    assert path.read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["m.safetensors"]
+    with pytest.raises(TypeError, match="no vitpos encoding"):
+        vitpos.save(timm.create_model("vit_tiny_patch16_224", depth=1), path)

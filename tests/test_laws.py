@@ -1,0 +1,76 @@
+"""Each law that an encoding declares holds at the readout of a two-block model; each one that it does not declare
+is seen to fail. Parameters are random, float64, on grids whose sides differ."""
+
+import pytest
+import torch
+from common import ENCODINGS, GRIDS, PATCH, PREFIXES, coordinates, images, relative_change, tiny
+
+from vitpos.spec import REGISTRY, options
+
+HOLDS, FAILS = 1e-12, 1e-4
+
+
+def change(law, name, grid, prefix):
+    """How much the readout changes under the law's transformation."""
+    model = tiny(name, grid, prefix)
+    x = images(grid)
+    here = coordinates(grid)
+    with torch.no_grad():
+        plain = model(x)
+        if law == "offset":
+            moved = model(x, coords=here + torch.tensor([2.0, -3.0]), extent=grid)
+            plain = model(x, coords=here, extent=grid)
+        elif law == "circular":
+            moved = model(x.roll((PATCH, PATCH), dims=(2, 3)))
+        elif law == "transpose":
+            moved = model(x, coords=here.flip(-1), extent=grid[::-1])
+            plain = model(x, coords=here, extent=grid)
+    return relative_change(moved, plain)
+
+
+def holds(law, name, prefix):
+    laws = REGISTRY[name].laws
+    return law in laws or (prefix == 0 and f"{law} (no prefix)" in laws)
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("name", ENCODINGS)
+@pytest.mark.parametrize("law", ["offset", "circular", "transpose"])
+def test_law(law, name, grid, prefix):
+    measured = change(law, name, grid, prefix)
+    if holds(law, name, prefix):
+        assert measured < HOLDS
+    elif min(grid) > 1:  # on one row, an encoding can be invariant by accident
+        assert measured > FAILS
+
+
+@pytest.mark.parametrize("name", ENCODINGS)
+def test_resize_policies(name):
+    """``extrapolate`` does not see the extent; ``interpolate`` sees the same place of the image at the same place."""
+    choices = options(name)["resize"].annotation.__args__ if "resize" in options(name) else ()
+    grid = (3, 5)
+    x, here = images(grid), coordinates(grid)
+    for policy in choices:
+        model = tiny(f"{name}(resize={policy!r})", grid)
+        with torch.no_grad():
+            plain = model(x, coords=here, extent=grid)
+            wider = model(x, coords=here, extent=(6, 10))
+            rescaled = model(x, coords=(here + 0.5) * 2 - 0.5, extent=(6, 10))
+        same, other = (wider, rescaled) if policy == "extrapolate" else (rescaled, wider)
+        assert relative_change(same, plain) < HOLDS
+        assert relative_change(other, plain) > FAILS
+
+
+def test_a_bag_of_patches_has_no_order():
+    grid = (3, 5)
+    model = tiny("none", grid)
+    x = images(grid)
+    patches = x.unfold(2, PATCH, PATCH).unfold(3, PATCH, PATCH)  # [B, C, H, W, p, p]
+    order = torch.randperm(15, generator=torch.Generator().manual_seed(3))
+    shuffled = patches.flatten(2, 3)[:, :, order].unflatten(2, grid)
+    shuffled = shuffled.permute(0, 1, 2, 4, 3, 5).reshape(x.shape)
+    with torch.no_grad():
+        assert relative_change(model(shuffled), model(x)) < HOLDS
+        ordered = tiny("sincos2d", grid)
+        assert relative_change(ordered(shuffled), ordered(x)) > FAILS
