@@ -16,6 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+import vitpos
+
 T = TypeVar("T")
 
 
@@ -173,27 +175,18 @@ class Subject:
             return f"the model does not accept {h}x{w} px ({reason.rstrip('.')}){hint}"
         return ""
 
-    def resize_policy(self) -> str:
-        """The name of what the model does with its positions at another grid; '-' if nothing depends on
-        it."""
+    def resize_policy(self, model: nn.Module | None = None) -> str:
+        """What the model does with its positions at another grid, by name; '-' if nothing depends on it."""
+        model = self.model if model is None else model
         if self.position_aware:
-            import vitpos
-
-            return vitpos.resize_policy(self.model)
-        if getattr(self.model, "pos_embed", None) is not None:
-            return "interpolate (timm)"
-        return "-"
+            return vitpos.resize_policy(model)
+        return "interpolate (timm)" if getattr(model, "pos_embed", None) is not None else "-"
 
     def with_policy(self, policy: str) -> nn.Module:
-        """A copy of the model under another resize policy: same weights, and the model itself stays as it
-        is."""
+        """A copy of the model under another resize policy: same weights, and the model itself stays as it is."""
         if not self.position_aware:
             raise NotApplicable(f"resize policy {policy!r}: the model carries no vitpos encoding")
-        import vitpos
-
-        model = copy.deepcopy(self.model)
-        vitpos.set_resize(model, policy)
-        return model
+        return vitpos.set_resize(copy.deepcopy(self.model), policy)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -119,7 +119,7 @@ class Resolution:
                 except NotApplicable as reason:
                     arrays[f"{kind}/not_applicable"] = np.array(str(reason))
                     continue
-                name = subject.resize_policy() if policy == "default" else policy
+                name = subject.resize_policy(model)
                 render = upsample if kind == "upsample" else extend
                 pred, _ = subject.sweep(run, render, f"{kind}, {name}", model=model)
                 preds.append(pred)

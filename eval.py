@@ -1,0 +1,60 @@
+"""Evaluate trained models, or any timm model, under translation and at other sizes; on the test split only.
+
+python eval.py checkpoint=RUN                          one run folder, or a .safetensors file
+python eval.py runs=FOLDER                             every run below it, side by side in one table and report
+python eval.py model=TIMM_NAME [pretrained=true] data=folder data.root=...     a model not trained here
+
+What can be set: configs/eval.yaml; each probe's own options: vitpos/probes/. What is written: docs/results.md.
+"""
+
+import shlex
+import sys
+
+import hydra
+from omegaconf import DictConfig
+from rich.console import Console
+
+from vitpos import cli, evaluation, probes, report
+
+COMMAND = shlex.join(["python", *sys.argv])
+
+
+@hydra.main(version_base="1.3", config_path="configs", config_name="eval")
+@cli.task
+def main(cfg: DictConfig) -> None:
+    # what is asked for: refused here, before anything is loaded or written
+    device = evaluation.device(cfg)
+    options = evaluation.options(cfg)
+    models, out = evaluation.select(cfg, device)
+    about = {"schema": report.SCHEMA, "provenance": evaluation.provenance(COMMAND, cfg, device)}
+
+    # each model: per-image decisions, then numbers from those alone
+    runs, stored = [], []
+    with evaluation.progress() as track:
+        for load in models:
+            source = load()
+            subject = probes.Subject(
+                source.model, source.images, mean=source.mean, std=source.std,
+                device=device, batch_size=cfg.batch_size, limit=cfg.images, track=track,
+            )  # fmt: skip
+            decisions = probes.evaluate(subject, options)
+            run = {**source.about, "image_size": list(subject.size), **probes.summarize(decisions)}
+            folder = source.folder or out
+            report.write(folder / "predictions.npz", evaluation.pack(decisions))
+            if len(models) > 1:
+                report.save({**about, "runs": [run]}, folder, page=False)
+            runs.append(run)
+            stored.append(decisions)
+
+    # all of them side by side
+    evaluation.add_differences(runs, stored)
+    results = {**about, "runs": runs}
+    report.save(results, out)
+    report.print_table(results, Console(width=None if sys.stdout.isatty() else 100))
+    print(f"report: {out / 'report.html'}")
+
+
+if __name__ == "__main__":
+    # A run knows its data: `data.KEY=value` overrides single keys of it, whichever data it is.
+    sys.argv[1:] = [f"++{word}" if word.startswith("data.") else word for word in sys.argv[1:]]
+    cli.run(main)

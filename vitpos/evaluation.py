@@ -1,0 +1,293 @@
+"""What eval.py's page calls: where models come from, the options of the probes, progress, provenance, stored decisions."""
+
+from __future__ import annotations
+
+import functools
+import io
+import os
+import platform
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlparse
+
+import numpy as np
+import timm
+import timm.data
+import torch
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import nn
+
+import vitpos
+from vitpos import data, probes
+from vitpos.spec import nearest
+
+WEIGHTS = "last.safetensors"
+PACKAGES = ("torch", "timm", "numpy", "scipy", "statsmodels")
+
+
+@dataclass
+class Source:
+    """A model, its test images, its preprocessing, and what a table row says about it."""
+
+    model: nn.Module
+    images: data.Dataset
+    mean: list[float]
+    std: list[float]
+    about: dict[str, Any]
+    folder: Path | None  # where its own results go
+
+
+def register() -> None:
+    """Make every probe's options and defaults known to Hydra, as schema/probes: a new probe brings its own."""
+    node = {name: dict(probes.get(name).defaults) for name in probes.names()}
+    ConfigStore.instance().store(group="schema", name="probes", node=node)
+
+
+def options(cfg: DictConfig) -> dict[str, dict[str, Any]]:
+    """The probes to run, each with its options."""
+    names = probes.names() if cfg.probes is None else list(cfg.probes)
+    for name in names:
+        probes.get(name)
+    return {name: OmegaConf.to_container(cfg[name], resolve=True) for name in names}  # type: ignore[misc]
+
+
+def device(cfg: DictConfig) -> str:
+    """The device that cfg.device names; "auto" is the GPU where there is one. Sets the number of threads too."""
+    if cfg.threads is not None:
+        if cfg.threads < 1:
+            raise ValueError(f"threads={cfg.threads} must be null or 1 or more")
+        torch.set_num_threads(cfg.threads)
+    name = ("cuda" if torch.cuda.is_available() else "cpu") if cfg.device == "auto" else str(cfg.device)
+    try:
+        torch.zeros(1, device=name)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device={name} cannot be used here ({str(error).splitlines()[0]}): try device=cpu") from None
+    return name
+
+
+def select(cfg: DictConfig, device: str) -> tuple[list[Callable[[], Source]], Path]:
+    """What to evaluate, one function a model (models are loaded one at a time), and where the report goes.
+
+    Everything that can be refused without loading is refused here.
+    """
+    given = [key for key in ("checkpoint", "runs", "model") if cfg[key] is not None]
+    if len(given) != 1:
+        found = " and ".join(given) or "none"
+        raise ValueError(f"give one of checkpoint=RUN, runs=FOLDER, model=TIMM_NAME; got {found}")
+    images: dict[str, Any] = OmegaConf.to_container(cfg.data, resolve=True)  # type: ignore[assignment]
+    loads: list[Callable[[], Source]]
+    if given == ["model"]:
+        args = {} if cfg.model_args is None else OmegaConf.to_container(cfg.model_args, resolve=True)
+        loads = [
+            functools.partial(
+                from_timm, cfg.model, images, pretrained=cfg.pretrained, model_args=args, device=device
+            )
+        ]
+        default = Path("runs") / f"{datetime.now():%Y-%m-%d}" / f"{datetime.now():%H-%M-%S}-eval-{cfg.model}"
+    else:
+        if cfg.pretrained or cfg.model_args is not None:
+            raise ValueError(f"pretrained and model_args go with model=TIMM_NAME, not with {given[0]}=")
+        paths = find_runs(cfg.runs) if given == ["runs"] else [Path(cfg.checkpoint)]
+        for path in paths:
+            vitpos.read_card(weights_of(path)[0])
+        loads = [functools.partial(from_checkpoint, path, images, device) for path in paths]
+        first = Path(cfg.runs.split(",")[0].strip()) / "eval" if given == ["runs"] else weights_of(paths[0])[1]
+        default = first
+    return loads, Path(cfg.out) if cfg.out is not None else default
+
+
+def provenance(command: str, cfg: DictConfig, device: str) -> dict[str, Any]:
+    """What someone needs to obtain the same numbers."""
+    return {
+        "command": command,
+        "created": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "versions": {"vitpos": vitpos.__version__, "python": platform.python_version()}
+        | {name: version(name) for name in PACKAGES},
+        "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else f"{device} ({platform.machine()})",
+        "threads": torch.get_num_threads(),
+        "batch_size": cfg.batch_size,
+        "precision": "float32",
+        "split": "test",
+    }
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[str, int], Callable[[int], None]]]:
+    """A progress line on the error stream, per model and probe part; silent where that is no terminal."""
+    console = Console(stderr=True)
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("images"), TimeRemainingColumn()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+
+        def track(description: str, total: int) -> Callable[[int], None]:
+            for task in bar.task_ids:
+                bar.remove_task(task)
+            task = bar.add_task(description, total=total)
+            return lambda done: bar.advance(task, done)
+
+        yield track
+
+
+def pack(decisions: Mapping[str, np.ndarray]) -> bytes:
+    """Per-image arrays as the content of an .npz file."""
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, **decisions)  # type: ignore[arg-type]
+    return buffer.getvalue()
+
+
+def add_differences(runs: list[dict[str, Any]], decisions: list[Mapping[str, np.ndarray]]) -> None:
+    """Give each run its paired difference to `none`: the one of its own seed and placement if there is one."""
+    nones = [i for i, run in enumerate(runs) if run["encoding"] == "none"]
+    for run, own in zip(runs, decisions):
+        if not nones or run["encoding"] == "none":
+            continue
+        alike = max(nones, key=lambda i: (runs[i]["seed"] == run["seed"], runs[i]["placement"] == run["placement"]))
+        rows = probes.differences(own, decisions[alike])
+        if rows:
+            run["difference_to_none"] = {"baseline": runs[alike]["label"], "rows": rows}
+
+
+def find_runs(folders: str) -> list[Path]:
+    """Every run folder at or below these folders (parted by commas), sorted."""
+    found: list[Path] = []
+    for name in folders.split(","):
+        root = Path(name.strip())
+        if not root.is_dir():
+            raise FileNotFoundError(f"runs={name.strip()}: no such folder")
+        below = sorted(path.parent for path in root.rglob(WEIGHTS))
+        if not below:
+            raise FileNotFoundError(f"runs={name.strip()}: no run folder below it (none holds {WEIGHTS})")
+        found += below
+    return list(dict.fromkeys(found))
+
+
+def weights_of(path: Path) -> tuple[Path, Path]:
+    """(weights file, folder of its results) for a run folder or a weights file."""
+    if path.is_dir():
+        if not (path / WEIGHTS).is_file():
+            raise FileNotFoundError(f"checkpoint={path}: the folder holds no {WEIGHTS}")
+        return path / WEIGHTS, path / "eval"
+    if not path.is_file():
+        raise FileNotFoundError(f"checkpoint={path}: no such file or folder")
+    return path, path.parent / ("eval" if path.name == WEIGHTS else f"{path.stem}-eval")
+
+
+def _test_images(config: Mapping[str, Any], device: str, seed: int = 0) -> tuple[data.Dataset, dict[str, Any]]:
+    resolved = data.resolve(config)
+    return data.load(resolved, "test", seed=seed).to(device), asdict(resolved)
+
+
+def _check_classes(images: data.Dataset, classes: list[str] | None, count: int | None, who: str) -> None:
+    ours = images.info.classes
+    if count is not None and count != len(ours):
+        raise ValueError(f"{who} has {count} classes, data {images.info.name} has {len(ours)}: they must be the same ones")
+    if classes is not None and list(classes) != list(ours):
+        odd = next(f"{a!r} and {b!r}" for a, b in zip(classes, ours) if a != b)
+        raise ValueError(f"{who} was trained on other classes than data {images.info.name} has (first: {odd})")
+
+
+def from_checkpoint(path: Path, overrides: Mapping[str, Any], device: str) -> Source:
+    """A model saved by vitpos, on the data that it was trained on, unless overrides say otherwise."""
+    weights, folder = weights_of(path)
+    card = vitpos.read_card(weights)
+    extra, preprocessing = card["extra"] or {}, card["preprocessing"] or {}
+    trained_on = extra.get("data") or {}
+    config = dict(overrides) if "name" in overrides else {**trained_on, **overrides}
+    if "name" not in config:
+        raise ValueError(f"{weights} does not say what data it was trained on: name some, e.g. data=digits")
+    images, config = _test_images(config, device, extra.get("seed") or 0)
+    classes = card["classes"]
+    _check_classes(images, classes, len(classes) if classes else None, str(weights))
+    model = vitpos.load(weights, device=device)
+    about = {
+        "label": extra.get("run") or weights.parent.name,
+        "encoding": card["pos"],
+        "placement": trained_on.get("placement"),
+        "seed": extra.get("seed"),
+        "epochs": extra.get("epochs"),
+        "architecture": card["architecture"],
+        "checkpoint": str(weights),
+        "data": config,
+    }
+    mean, std = (list(preprocessing.get(key) or getattr(images.info, key)) for key in ("mean", "std"))
+    return Source(model, images, mean, std, about | _counted(model), folder)
+
+
+def from_timm(
+    name: str, config: Mapping[str, Any], *, pretrained: bool, model_args: Mapping[str, Any], device: str
+) -> Source:
+    """A timm model by name. Untrained ones take the data's size, channels and classes; pretrained ones must fit them."""
+    if "name" not in config:
+        raise ValueError(f"model={name} needs to be told its images: data=digits, or data=folder data.root=...")
+    bare = name.split(".")[0]
+    if not timm.is_model(bare):
+        raise ValueError(f"unknown timm model {name!r}; {nearest(bare, timm.list_models())[:120]}")
+    images, config = _test_images(config, device)
+    info = images.info
+    kwargs = dict(model_args)
+    if not pretrained:
+        kwargs = {"num_classes": len(info.classes), "in_chans": info.in_chans, "img_size": info.img_size} | kwargs
+    model = _create(name, pretrained, kwargs).to(device).eval()
+    _check_classes(images, None, getattr(model, "num_classes", None), f"model {name}")
+    prepared = timm.data.resolve_model_data_config(model)
+    own = pretrained and len(prepared["mean"]) == info.in_chans
+    mean, std = (list(prepared[key]) if own else list(getattr(info, key)) for key in ("mean", "std"))
+    about = {
+        "label": name,
+        "encoding": str(model.position.spec) if hasattr(model, "position") else "native",
+        "placement": None,
+        "seed": None,
+        "epochs": None,
+        "architecture": name,
+        "checkpoint": "timm, pretrained" if pretrained else "timm, random weights",
+        "data": config,
+    }
+    return Source(model, images, mean, std, about | _counted(model), None)
+
+
+def _counted(model: nn.Module) -> dict[str, int]:
+    return {"parameters": sum(p.numel() for p in model.parameters())}
+
+
+def _create(name: str, pretrained: bool, kwargs: dict[str, Any]) -> Any:
+    if pretrained and "pretrained_cfg_overlay" not in kwargs:
+        _check_hub(name)
+    try:
+        return timm.create_model(name, pretrained=pretrained, **kwargs)
+    except TypeError as error:
+        if "img_size" not in str(error) or "img_size" not in kwargs:
+            raise ValueError(f"model={name}: {error}") from None
+        # Convolutional networks take any size and know no img_size.
+        return _create(name, pretrained, {key: value for key, value in kwargs.items() if key != "img_size"})
+    except (AssertionError, RuntimeError, OSError) as error:
+        first = str(error).strip().split("\n")[0] or type(error).__name__
+        raise ValueError(f"model={name} could not be made{' with its weights' if pretrained else ''}: {first}") from None
+
+
+def _check_hub(name: str) -> None:
+    """Fail at once, not after minutes of retries, where the weights' hub cannot be reached and nothing is cached."""
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    if constants.HF_HUB_OFFLINE or any(os.environ.get(key) for key in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY")):
+        return
+    repository = (timm.get_pretrained_cfg(name) or timm.models.PretrainedCfg()).hf_hub_id
+    if repository and isinstance(try_to_load_from_cache(repository, "model.safetensors"), str):
+        return
+    try:
+        socket.getaddrinfo(urlparse(constants.ENDPOINT).hostname, 443)
+    except OSError:
+        raise ValueError(
+            f"pretrained=true: the weights of {name} are not cached and their hub cannot be reached; "
+            "go online once, or give a local file: model_args={pretrained_cfg_overlay: {file: PATH}}"
+        ) from None
+
+
+register()

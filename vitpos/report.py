@@ -1,0 +1,603 @@
+"""Numbers to a console table, figures, JSON and one HTML page. Knows results (docs/results.md), no model and no torch.
+
+A result set is the dict that `results.json` holds: {"schema", "provenance", "runs": [run, ...]}. Runs measured in the
+same way (same data, same kind of shift and of size) stand in one table; others get a table of their own.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import math
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from matplotlib import rc_context
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table as RichTable
+from rich.text import Text
+
+SCHEMA = "vitpos.results/1"
+# Okabe-Ito without black and yellow, and two more that stay apart under the common colour-vision deficiencies.
+PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A5FC0", "#8C6D31")
+MARKERS = "osD^vPX*"
+GREY = "#84848c"  # `none`, the baseline, everywhere
+INK, GRID = "#1c1c21", "#d7d7dd"  # in the page: the text colour and the grid colour of the theme
+Run = dict[str, Any]
+Interval = dict[str, Any]
+
+
+def write(path: str | os.PathLike[str], content: str | bytes) -> Path:
+    """Write a file whole or not at all."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".saving-") as folder:
+        whole = Path(folder) / path.name
+        whole.write_bytes(content.encode() if isinstance(content, str) else content)
+        os.replace(whole, path)
+    return path
+
+
+def to_json(results: dict[str, Any]) -> str:
+    return json.dumps(results, indent=1, allow_nan=False) + "\n"
+
+
+def read(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """A stored result set; ValueError if it is none, or of another version of the schema."""
+    try:
+        results = json.loads(Path(path).read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not JSON ({error})") from None
+    if not isinstance(results, dict) or results.get("schema") != SCHEMA:
+        found = results.get("schema") if isinstance(results, dict) else type(results).__name__
+        raise ValueError(f"{path} has schema {found!r}, expected {SCHEMA!r}")
+    return results
+
+
+# What stands beside what
+
+
+def base_name(run: Run) -> str:
+    return str(run["encoding"])
+
+
+def ordered(runs: Iterable[Run]) -> list[Run]:
+    """By encoding, each followed by its control of uniform placement; seeds in order; `none` last."""
+    return sorted(runs, key=lambda r: (base_name(r) == "none", base_name(r), r["placement"] != "home", r["seed"] or 0))
+
+
+def shift_variant(run: Run) -> str | None:
+    """The variant of the translation probe that the table shows: canvas where there is one, else crop."""
+    variants = run["probes"].get("translation", {}).get("variants", {})
+    return next((v for v in ("canvas", "crop", "circular") if "patch" in variants.get(v, {})), None)
+
+
+def size_kind(run: Run) -> str | None:
+    kinds = run["probes"].get("resolution", {}).get("kinds", {})
+    return next((k for k in ("canvas", "upsample") if len(kinds.get(k, {}).get("rows", [])) > 1), None)
+
+
+def shifts_of(run: Run) -> dict[str, Any]:
+    variant = shift_variant(run)
+    return run["probes"]["translation"]["variants"][variant] if variant else {}
+
+
+def sizes_of(run: Run, kind: str | None) -> list[dict[str, Any]]:
+    return run["probes"]["resolution"]["kinds"].get(kind, {}).get("rows", []) if kind else []
+
+
+@dataclass
+class Column:
+    """One column of the table; `pick` gives its interval, or None where a run does not have it."""
+
+    title: str
+    pick: Callable[[Run], Interval | None]
+    note: str
+
+
+@dataclass
+class Group:
+    """Runs that can stand in one table."""
+
+    runs: list[Run]
+    variant: str | None
+    kind: str | None
+    columns: list[Column] = field(default_factory=list)
+
+    @property
+    def data(self) -> str:
+        return str(self.runs[0]["data"]["name"])
+
+    @property
+    def placed(self) -> bool:
+        return any(run["placement"] for run in self.runs)
+
+    @property
+    def images(self) -> int:
+        return int(self.runs[0]["images"])
+
+
+def at_scale(run: Run, kind: str | None, scale: float) -> Interval | None:
+    """Accuracy at the square enlargement nearest to `scale`, under the first policy listed."""
+    rows = [row for row in sizes_of(run, kind) if row["scale"][0] == row["scale"][1]]
+    near = [row for row in rows if abs(row["scale"][0] - scale) <= 0.15]
+    best = min(near, key=lambda row: abs(row["scale"][0] - scale), default=None)
+    return best["accuracy"] if best else None
+
+
+def groups(results: dict[str, Any]) -> list[Group]:
+    def key(run: Run) -> tuple[Any, ...]:
+        return run["data"]["name"], str(shift_variant(run)), str(size_kind(run)), tuple(run["image_size"]), run["images"]
+
+    found = []
+    for _, members in itertools.groupby(sorted(results["runs"], key=key), key=key):
+        runs = ordered(members)
+        group = Group(runs, shift_variant(runs[0]), size_kind(runs[0]))
+        group.columns = _columns(group)
+        found.append(group)
+    return found
+
+
+def _columns(group: Group) -> list[Column]:
+    patch = shifts_of(group.runs[0]).get("patch")
+    canvas = group.variant == "canvas"
+    home = "home" if canvas else "accuracy"
+    where = "accuracy with the object within the first patch of the corner, where training had it (a control: also there)"
+    columns = [
+        Column(
+            home,
+            lambda run: run["accuracy"],
+            (where if canvas else "accuracy on the images as they are") + "; read everything else beside it",
+        )
+    ]
+    if patch:
+        others = len(patch["shifts"]) - 1
+        columns += [
+            Column(
+                "unseen positions" if canvas else f"shifted ({group.variant})",
+                lambda run: shifts_of(run)["patch"]["mean_shifted"],
+                f"mean accuracy over the {others} whole-patch "
+                + ("positions other than the corner (0, 0)" if canvas else f"shifts ({group.variant})")
+                + ("; a control trained at uniform placement has seen them" if canvas else ""),
+            ),
+            Column(
+                "worst position" if canvas else "worst shift",
+                lambda run: shifts_of(run)["patch"]["worst"],
+                f"the worst of all {others + 1}, chosen on one half of the images and scored on the other, both ways",
+            ),
+            Column(
+                "consistency (pairwise)",
+                lambda run: shifts_of(run)["patch"]["consistency"]["pairwise"],
+                "share of pairs of positions with the same decision, right or wrong; a constant answer has 100",
+            ),
+        ]
+    for scale, label in ((1.5, "1.5x"), (2.0, "2x")):
+        if any(at_scale(run, group.kind, scale) for run in group.runs):
+            larger = "canvas" if group.kind == "canvas" else "upsampled"
+            meaning = "object on the tokens it was on, canvas grown" if group.kind == "canvas" else "image resized"
+            columns.append(
+                Column(
+                    f"{label} {larger}",
+                    lambda run, scale=scale: at_scale(run, group.kind, scale),  # type: ignore[misc]
+                    f"accuracy with sides {label}: {meaning}",
+                )
+            )
+    return columns
+
+
+def legend(group: Group) -> list[str]:
+    """What the columns and intervals are over, and what not to conclude."""
+    lines = [f"{column.title}: {column.note}." for column in group.columns]
+    lines += [
+        f"All in percent, on {group.images} held-out test images. Each interval is 95% over images, for this one model "
+        "(positions of one image are not independent: clustered by image).",
+        "One row is one trained model. An interval over images says nothing about the encoding in general: "
+        "another seed can move a row by more than its interval.",
+    ]
+    if any(at_scale(run, group.kind, 2.0) for run in group.runs) and baseline(group):
+        lines.append("Larger sizes change more than positions: read them as the difference to `none`, given in the report.")
+    return lines
+
+
+def baseline(group: Group) -> Run | None:
+    return next((run for run in group.runs if base_name(run) == "none"), None)
+
+
+def certificates(group: Group) -> list[str]:
+    """How far `none` is from exact invariance: certain in theory, so it checks the measurement itself."""
+    lines = []
+    for run in group.runs:
+        patch = shifts_of(run).get("patch")
+        if base_name(run) == "none" and patch and group.variant in ("canvas", "circular"):
+            change = patch["logit_change"]
+            lines.append(
+                f"none (seed {run['seed']}): largest logit change between whole-patch positions "
+                f"{change['largest']:.1e}; {change['differing_decisions']} of {change['decisions']} decisions differ"
+            )
+    return lines
+
+
+def percent(value: float) -> str:
+    return f"{100 * value:.1f}"
+
+
+def span(interval: Interval) -> str:
+    return f"{percent(interval['low'])}–{percent(interval['high'])}"
+
+
+def difference(run: Run, kind: str, size: list[int], policy: str) -> Interval | None:
+    for entry in (run.get("difference_to_none") or {}).get("rows", []):
+        if entry["kind"] == kind and entry.get("size") == size and entry.get("policy") == policy:
+            return entry["difference"]
+    return None
+
+
+# Console
+
+
+def print_table(results: dict[str, Any], console: Console | None = None) -> None:
+    """Tables, legends and certificates; colours only where the console has them, sensible from 80 columns on."""
+    console = console or Console()
+    for group in groups(results):
+        seeds = {run["seed"] for run in group.runs}
+        # Headings break at blanks, so that eight columns fit 100 characters.
+        table = RichTable(box=SIMPLE_HEAD, padding=(0, 1), title=_title(group), title_style="bold", title_justify="left")
+        table.add_column("encoding", overflow="fold", min_width=max(len(w) for r in group.runs for w in base_name(r).split()))
+        if group.placed:
+            table.add_column("trained at")
+        if len(seeds) > 1:
+            table.add_column("seed", justify="right")
+        for column in group.columns:
+            table.add_column(column.title, justify="right", width=max(9, *map(len, column.title.split())))
+        for run in group.runs:
+            names = [base_name(run)]
+            names += [run["placement"] or "-"] if group.placed else []
+            names += [str(run["seed"])] if len(seeds) > 1 else []
+            cells = [_console_cell(column.pick(run)) for column in group.columns]
+            table.add_row(*names, *cells, end_section=False)
+        console.print(table)
+        for line in (*legend(group), *certificates(group), *refusals(group)):
+            console.print(Text(line, style="dim"))
+        console.print()
+
+
+def _title(group: Group) -> str:
+    shift = {"canvas": "object moved on its canvas", "crop": "image shifted over black", "circular": "image rolled"}
+    size = {"canvas": "canvas enlarged", "upsample": "image resized"}
+    parts = [f"{group.data}: {group.images} test images", shift.get(str(group.variant)), size.get(str(group.kind))]
+    return ", ".join(part for part in parts if part)
+
+
+def _console_cell(interval: Interval | None) -> Text:
+    if interval is None:
+        return Text("-", style="dim")
+    return Text.assemble((percent(interval["value"]), "bold"), "\n", (span(interval), "dim"))
+
+
+def refusals(group: Group) -> list[str]:
+    """Why cells are empty."""
+    found: dict[str, None] = {}
+    for run in group.runs:
+        for probe, entries in (("translation", "variants"), ("resolution", "kinds")):
+            for name, entry in run["probes"].get(probe, {}).get(entries, {}).items():
+                if "not_applicable" in entry:
+                    found[f"not measured: {probe}, {name}: {entry['not_applicable']}"] = None
+                for refused in entry.get("refused", [])[:1]:
+                    count = len(entry["refused"])
+                    found[f"not measured ({base_name(run)}): {name} at {count} sizes: {refused['why']}"] = None
+    return list(found)
+
+
+# Figures
+
+
+def styles(results: dict[str, Any]) -> dict[str, tuple[str, str]]:
+    """Encoding -> (colour, marker), the same in every figure and table of a report."""
+    names = sorted({base_name(run) for run in results["runs"]} - {"none"})
+    chosen = {
+        name: (PALETTE[i % len(PALETTE)], MARKERS[(i + i // len(PALETTE)) % len(MARKERS)]) for i, name in enumerate(names)
+    }
+    return chosen | {"none": (GREY, "o")}
+
+
+RC = {
+    "font.size": 10, "axes.titlesize": 10.5, "axes.labelsize": 10, "axes.edgecolor": INK, "text.color": INK,
+    "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK, "axes.spines.top": False,
+    "axes.spines.right": False, "axes.grid": True, "axes.axisbelow": True, "grid.color": GRID, "grid.linewidth": 0.8,
+    "xtick.labelsize": 9, "ytick.labelsize": 9, "svg.hashsalt": "vitpos", "lines.linewidth": 1.8, "figure.dpi": 100,
+}  # fmt: skip
+
+
+@dataclass
+class Drawing:
+    """A figure that can be laid out in any number of columns."""
+
+    name: str
+    title: str
+    caption: str
+    draw: Callable[[int], Figure]
+    columns: int
+
+    def png(self) -> bytes:
+        with rc_context(RC):
+            figure = self.draw(self.columns)
+            buffer = io.BytesIO()
+            FigureCanvasAgg(figure).print_figure(buffer, format="png", dpi=160, facecolor="white")
+        return buffer.getvalue()
+
+    def svg(self, columns: int) -> str:
+        """Inline SVG in the page's own colours: ink and grid follow the theme, the background is the page's."""
+        with rc_context(RC):
+            figure = self.draw(columns)
+            buffer = io.StringIO()
+            FigureCanvasSVG(figure).print_figure(buffer, format="svg", facecolor="none", metadata={"Date": None})
+        text = buffer.getvalue()
+        text = text[text.index("<svg") :]
+        text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+        width = float(re.search(r'viewBox="0 0 ([\d.]+)', text)[1])  # type: ignore[index]
+        label = self.title.replace('"', "'")
+        opening = f'<svg role="img" aria-label="{label}" style="max-width:{width * 4 / 3:.0f}px"'
+        text = re.sub(r'^<svg( (?:width|height)="[^"]*")*', opening, text)
+        text = re.sub(r' (width|height)="[\d.]+pt"', "", text, count=2)
+        # Two layouts of one figure stand in one page: their ids must not meet.
+        text = re.sub(r'(id="|href="#|url\(#)', rf"\g<1>{self.name}{columns}-", text)
+        return text.replace(INK, "currentColor").replace(GRID, "var(--grid)")
+
+
+def _panels(count: int, columns: int, width: float, height: float, **kwargs: Any) -> tuple[Figure, list[Any]]:
+    columns = min(columns, count)
+    rows = math.ceil(count / columns)
+    figure = Figure(figsize=(columns * width, rows * height), layout="constrained")
+    axes = list(figure.subplots(rows, columns, squeeze=False, **kwargs).flat)
+    for unused in axes[count:]:
+        unused.set_visible(False)
+    return figure, axes[:count]
+
+
+def _run_title(run: Run, group: Group) -> str:
+    extra = [f"trained {run['placement']}"] if run["placement"] else []
+    extra += [f"seed {run['seed']}"] if len({r["seed"] for r in group.runs}) > 1 else []
+    return base_name(run) + ("\n" + ", ".join(extra) if extra else "")
+
+
+def drawings(results: dict[str, Any], group: Group, prefix: str = "") -> list[Drawing]:
+    """The figures of one group of runs."""
+    look = styles(results)
+    found = []
+    if group.variant:
+        moved = "Where the object was drawn" if group.variant == "canvas" else f"Shift of the image ({group.variant})"
+        found.append(
+            Drawing(
+                f"{prefix}position",
+                "Accuracy by position",
+                f"{moved}, in pixels: whole patches only. One square is one position, its number the accuracy in percent; "
+                "the outlined one is the reference, beside which training had its objects unless it was placed uniformly. "
+                "An encoding that generalises over position is one colour throughout: good if bright, unused if dull.",
+                lambda columns: _heat_maps(group, columns),
+                5,
+            )
+        )
+        found.append(
+            Drawing(
+                f"{prefix}shift",
+                "Accuracy against shift",
+                "Filled and joined: whole patches, where only position and border can matter. Hollow: shifts of less than "
+                "a patch, which also change how the patch grid cuts the object, whatever the encoding. Dashed: the "
+                "control trained at uniform placement. Grey: none. Bars: 95% over images, for that model.",
+                lambda columns: _curves(group, look, columns, *_shift_axes(group)),
+                3,
+            )
+        )
+    for kind, title, caption in (
+        ("canvas", "Accuracy on a larger canvas", "The object stays on the tokens it was on; only positions and "
+         "background are new. Losing more than none does is the encoding's doing."),
+        ("upsample", "Accuracy on a resized image", "The object grows with the grid (bilinear, antialiased). "
+         "The size of things changes too, so none is no flat line: compare with it."),
+    ):  # fmt: skip
+        if any(len(sizes_of(run, kind)) > 1 for run in group.runs):
+            found.append(
+                Drawing(
+                    f"{prefix}resolution-{kind}",
+                    title,
+                    f"{caption} Grey: none. Dashed: the control trained at uniform placement. "
+                    "Bars: 95% over images, for that model.",
+                    lambda columns, kind=kind: _curves(group, look, columns, *_size_axes(group, kind)),  # type: ignore[misc]
+                    3,
+                )
+            )
+    return found
+
+
+def _heat_maps(group: Group, columns: int) -> Figure:
+    runs = [run for run in group.runs if shifts_of(run).get("patch")]
+    figure, axes = _panels(len(runs), columns, 2.05, 2.25)
+    for axis, run in zip(axes, runs):
+        patch = shifts_of(run)["patch"]
+        rows = sorted({dy for dy, _ in patch["shifts"]})
+        cols = sorted({dx for _, dx in patch["shifts"]})
+        values = [[math.nan] * len(cols) for _ in rows]
+        for (dy, dx), accuracy in zip(patch["shifts"], patch["accuracy"]):
+            values[rows.index(dy)][cols.index(dx)] = 100 * accuracy["value"]
+        # pcolormesh, not imshow: cells stay vector shapes in the page.
+        axis.pcolormesh(values, cmap="cividis", vmin=0, vmax=100, edgecolors="none")
+        for i, j in itertools.product(range(len(rows)), range(len(cols))):
+            if not math.isnan(values[i][j]):
+                colour = "white" if values[i][j] < 55 else "black"
+                axis.text(j + 0.5, i + 0.5, f"{values[i][j]:.0f}", ha="center", va="center", color=colour, fontsize=8.5)
+        y, x = rows.index(patch["shifts"][0][0]), cols.index(patch["shifts"][0][1])
+        axis.plot([x, x + 1, x + 1, x, x], [y, y, y + 1, y + 1, y], color="#D55E00", linewidth=2, clip_on=False)
+        axis.set(aspect="equal", title=_run_title(run, group))
+        axis.set_xticks([k + 0.5 for k in range(len(cols))], [str(c) for c in cols])
+        axis.set_yticks([k + 0.5 for k in range(len(rows))], [str(r) for r in rows])
+        axis.invert_yaxis()
+        axis.tick_params(length=0)
+        axis.grid(False)
+        axis.spines[:].set_visible(False)
+    figure.supxlabel("x (pixels)", fontsize=10)
+    figure.supylabel("y (pixels)", fontsize=10)
+    return figure
+
+
+Curve = list[tuple[float, Interval]]
+
+
+def _shift_axes(group: Group) -> tuple[str, Callable[[Run], dict[str, Curve]]]:
+    def curves(run: Run) -> dict[str, Curve]:
+        found = shifts_of(run)
+        points = {
+            name: [(point["distance"], point["accuracy"]) for point in found[name]["by_distance"]]
+            for name in ("patch", "subpatch")
+            if name in found
+        }
+        return {"line": points.get("patch", []), "hollow": points.get("subpatch", [])[1:]}
+
+    return "distance from the reference (pixels)", curves
+
+
+def _size_axes(group: Group, kind: str) -> tuple[str, Callable[[Run], dict[str, Curve]]]:
+    def curves(run: Run) -> dict[str, Curve]:
+        rows = sizes_of(run, kind)
+        first = rows[0]["policy"] if rows else ""
+        return {
+            "line": sorted(
+                ((row["size"][0], row["accuracy"]) for row in rows
+                 if row["scale"][0] == row["scale"][1] and row["policy"] == first),
+                key=lambda point: point[0],
+            )
+        }  # fmt: skip
+
+    return "side of the canvas (pixels)" if kind == "canvas" else "side of the image (pixels)", curves
+
+
+def _curves(
+    group: Group, look: dict[str, tuple[str, str]], columns: int, label: str, curves: Callable[[Run], dict[str, Curve]]
+) -> Figure:
+    """One panel an encoding, `none` in grey behind each; shared axes, so that heights compare."""
+    encodings = list(dict.fromkeys(base_name(run) for run in group.runs))
+    width = 3.3 if columns > 1 else 4.2
+    figure, axes = _panels(len(encodings), columns, width, 2.35, sharex=True, sharey=True)
+    reference = baseline(group)
+    for axis, encoding in zip(axes, encodings):
+        if reference is not None and encoding != "none":
+            _curve(axis, curves(reference)["line"], GREY, "", "-", width=1.2)
+        for run in (r for r in group.runs if base_name(r) == encoding):
+            colour, marker = look[encoding]
+            found = curves(run)
+            _curve(axis, found["line"], colour, marker, "--" if run["placement"] == "uniform" else "-")
+            if run["placement"] != "uniform":
+                _curve(axis, found.get("hollow", []), colour, marker, "", hollow=True)
+        axis.set(title=encoding, ylim=(0, 102))
+        axis.label_outer()
+    figure.supxlabel(label, fontsize=10)
+    figure.supylabel("accuracy (%)", fontsize=10)
+    return figure
+
+
+def _curve(
+    axis: Any, points: Curve, colour: str, marker: str, line: str, width: float = 1.8, hollow: bool = False
+) -> None:
+    x = [distance for distance, _ in points]
+    y = [100 * e["value"] for _, e in points]
+    below = [100 * (e["value"] - e["low"]) for _, e in points]
+    above = [100 * (e["high"] - e["value"]) for _, e in points]
+    axis.errorbar(
+        x, y, [below, above] if marker else None, color=colour, marker=marker or None, linestyle=line or "none",
+        linewidth=width, markersize=4.5, elinewidth=1, markerfacecolor="none" if hollow else colour,
+        alpha=0.75 if hollow else 1,
+    )  # fmt: skip
+
+
+# The page
+
+
+def to_html(results: dict[str, Any]) -> str:
+    """One self-contained page: no script, no request; light and dark by the reader's setting."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"percent": percent, "span": span}
+    look = styles(results)
+    found = groups(results)
+    definitions: dict[str, dict[str, str]] = {}
+    for run in results["runs"]:
+        for name, probe in run["probes"].items():
+            definitions.setdefault(name, probe["definitions"])
+    return environment.get_template("report.html").render(
+        results=results,
+        groups=[_page_group(results, group, f"g{i}-") for i, group in enumerate(found)],
+        colours={name: colour for name, (colour, _) in look.items()},
+        definitions=definitions,
+        schema=SCHEMA,
+    )
+
+
+def _page_group(results: dict[str, Any], group: Group, prefix: str) -> dict[str, Any]:
+    figures = [
+        {"title": d.title, "caption": d.caption, "wide": d.svg(d.columns), "narrow": d.svg(2 if d.columns == 5 else 1)}
+        for d in drawings(results, group, prefix)
+    ]
+    reference = baseline(group)
+    sizes = []
+    for kind in ("canvas", "upsample"):
+        measured = {tuple(row["size"]): None for run in group.runs for row in sizes_of(run, kind)}
+        if len(measured) > 1:
+            sizes.append(
+                {
+                    "kind": kind,
+                    "sizes": [list(size) for size in sorted(measured)],
+                    "rows": [entry for run in group.runs for entry in _size_rows(run, kind)],
+                }
+            )
+    return {
+        "title": _title(group),
+        "data": group.data,
+        "images": group.images,
+        "placed": group.placed,
+        "seeds": len({run["seed"] for run in group.runs}) > 1,
+        "runs": group.runs,
+        "columns": group.columns,
+        "legend": legend(group),
+        "certificates": certificates(group),
+        "refusals": refusals(group),
+        "figures": figures,
+        "sizes": sizes,
+        "baseline": reference,
+    }
+
+
+def _size_rows(run: Run, kind: str) -> list[dict[str, Any]]:
+    """One row a policy: accuracy and difference to `none` by size."""
+    rows: dict[str, dict[str, Any]] = {}
+    for row in sizes_of(run, kind):
+        entry = rows.setdefault(row["policy"], {"run": run, "policy": row["policy"], "cells": {}})
+        change = difference(run, kind, row["size"], row["policy"])
+        entry["cells"][tuple(row["size"])] = {"accuracy": row["accuracy"], "difference": change}
+    return list(rows.values())
+
+
+def save(results: dict[str, Any], folder: str | os.PathLike[str], page: bool = True) -> list[Path]:
+    """Write results.json, figures/*.png and, if `page`, report.html into `folder`; returns the paths."""
+    folder = Path(folder)
+    written = [write(folder / "results.json", to_json(results))]
+    found = groups(results)
+    for i, group in enumerate(found):
+        for drawing in drawings(results, group, f"{i}-" if len(found) > 1 else ""):
+            written.append(write(folder / "figures" / f"{drawing.name}.png", drawing.png()))
+    if page:
+        written.append(write(folder / "report.html", to_html(results)))
+    return written
