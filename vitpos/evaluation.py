@@ -1,4 +1,5 @@
-"""What eval.py's page calls: where models come from, the options of the probes, progress, provenance, stored decisions."""
+"""What eval.py's page calls: where models come from, the options of the probes, progress, provenance, stored
+decisions."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ class Source:
 
 
 def register() -> None:
-    """Make every probe's options and defaults known to Hydra, as schema/probes: a new probe brings its own."""
+    """Make every probe's options and defaults known to Hydra, as schema/probes: a new probe brings its
+    own."""
     node = {name: dict(probes.get(name).defaults) for name in probes.names()}
     ConfigStore.instance().store(group="schema", name="probes", node=node)
 
@@ -61,7 +63,8 @@ def options(cfg: DictConfig) -> dict[str, dict[str, Any]]:
 
 
 def device(cfg: DictConfig) -> str:
-    """The device that cfg.device names; "auto" is the GPU where there is one. Sets the number of threads too."""
+    """The device that cfg.device names; "auto" is the GPU where there is one. Sets the number of threads
+    too."""
     if cfg.threads is not None:
         if cfg.threads < 1:
             raise ValueError(f"threads={cfg.threads} must be null or 1 or more")
@@ -86,11 +89,9 @@ def select(cfg: DictConfig, device: str) -> tuple[list[Callable[[], Source]], Pa
     images: dict[str, Any] = OmegaConf.to_container(cfg.data, resolve=True)  # type: ignore[assignment]
     loads: list[Callable[[], Source]]
     if given == ["model"]:
-        args = {} if cfg.model_args is None else OmegaConf.to_container(cfg.model_args, resolve=True)
+        args: Any = {} if cfg.model_args is None else OmegaConf.to_container(cfg.model_args, resolve=True)
         loads = [
-            functools.partial(
-                from_timm, cfg.model, images, pretrained=cfg.pretrained, model_args=args, device=device
-            )
+            functools.partial(from_timm, cfg.model, images, pretrained=cfg.pretrained, model_args=args, device=device)
         ]
         default = Path("runs") / f"{datetime.now():%Y-%m-%d}" / f"{datetime.now():%H-%M-%S}-eval-{cfg.model}"
     else:
@@ -112,7 +113,9 @@ def provenance(command: str, cfg: DictConfig, device: str) -> dict[str, Any]:
         "created": datetime.now().astimezone().isoformat(timespec="seconds"),
         "versions": {"vitpos": vitpos.__version__, "python": platform.python_version()}
         | {name: version(name) for name in PACKAGES},
-        "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else f"{device} ({platform.machine()})",
+        "device": torch.cuda.get_device_name(device)
+        if device.startswith("cuda")
+        else f"{device} ({platform.machine()})",
         "threads": torch.get_num_threads(),
         "batch_size": cfg.batch_size,
         "precision": "float32",
@@ -124,7 +127,13 @@ def provenance(command: str, cfg: DictConfig, device: str) -> dict[str, Any]:
 def progress() -> Iterator[Callable[[str, int], Callable[[int], None]]]:
     """A progress line on the error stream, per model and probe part; silent where that is no terminal."""
     console = Console(stderr=True)
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("images"), TimeRemainingColumn()
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("images"),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
 
         def track(description: str, total: int) -> Callable[[int], None]:
@@ -144,7 +153,8 @@ def pack(decisions: Mapping[str, np.ndarray]) -> bytes:
 
 
 def add_differences(runs: list[dict[str, Any]], decisions: list[Mapping[str, np.ndarray]]) -> None:
-    """Give each run its paired difference to `none`: the one of its own seed and placement if there is one."""
+    """Give each run its paired difference to `none`: the one of its own seed and placement if there is
+    one."""
     nones = [i for i, run in enumerate(runs) if run["encoding"] == "none"]
     for run, own in zip(runs, decisions):
         if not nones or run["encoding"] == "none":
@@ -188,7 +198,9 @@ def _test_images(config: Mapping[str, Any], device: str, seed: int = 0) -> tuple
 def _check_classes(images: data.Dataset, classes: list[str] | None, count: int | None, who: str) -> None:
     ours = images.info.classes
     if count is not None and count != len(ours):
-        raise ValueError(f"{who} has {count} classes, data {images.info.name} has {len(ours)}: they must be the same ones")
+        raise ValueError(
+            f"{who} has {count} classes, data {images.info.name} has {len(ours)}: they must be the same ones"
+        )
     if classes is not None and list(classes) != list(ours):
         odd = next(f"{a!r} and {b!r}" for a, b in zip(classes, ours) if a != b)
         raise ValueError(f"{who} was trained on other classes than data {images.info.name} has (first: {odd})")
@@ -224,7 +236,8 @@ def from_checkpoint(path: Path, overrides: Mapping[str, Any], device: str) -> So
 def from_timm(
     name: str, config: Mapping[str, Any], *, pretrained: bool, model_args: Mapping[str, Any], device: str
 ) -> Source:
-    """A timm model by name. Untrained ones take the data's size, channels and classes; pretrained ones must fit them."""
+    """A timm model by name. Untrained ones take the data's size, channels and classes; pretrained ones must
+    fit them."""
     if "name" not in config:
         raise ValueError(f"model={name} needs to be told its images: data=digits, or data=folder data.root=...")
     bare = name.split(".")[0]
@@ -269,11 +282,14 @@ def _create(name: str, pretrained: bool, kwargs: dict[str, Any]) -> Any:
         return _create(name, pretrained, {key: value for key, value in kwargs.items() if key != "img_size"})
     except (AssertionError, RuntimeError, OSError) as error:
         first = str(error).strip().split("\n")[0] or type(error).__name__
-        raise ValueError(f"model={name} could not be made{' with its weights' if pretrained else ''}: {first}") from None
+        raise ValueError(
+            f"model={name} could not be made{' with its weights' if pretrained else ''}: {first}"
+        ) from None
 
 
 def _check_hub(name: str) -> None:
-    """Fail at once, not after minutes of retries, where the weights' hub cannot be reached and nothing is cached."""
+    """Fail at once, not after minutes of retries, where the weights' hub cannot be reached and nothing is
+    cached."""
     from huggingface_hub import constants, try_to_load_from_cache
 
     if constants.HF_HUB_OFFLINE or any(os.environ.get(key) for key in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY")):

@@ -6,6 +6,7 @@ same way (same data, same kind of shift and of size) stand in one table; others 
 
 from __future__ import annotations
 
+import functools
 import io
 import itertools
 import json
@@ -104,6 +105,7 @@ class Column:
     title: str
     pick: Callable[[Run], Interval | None]
     note: str
+    delta: Callable[[Run], Interval | None] = lambda run: None  # difference to `none`, shown in the page
 
 
 @dataclass
@@ -128,17 +130,22 @@ class Group:
         return int(self.runs[0]["images"])
 
 
-def at_scale(run: Run, kind: str | None, scale: float) -> Interval | None:
-    """Accuracy at the square enlargement nearest to `scale`, under the first policy listed."""
+def row_at_scale(run: Run, kind: str | None, scale: float) -> dict[str, Any] | None:
+    """The square enlargement nearest to `scale`, under the first policy listed."""
     rows = [row for row in sizes_of(run, kind) if row["scale"][0] == row["scale"][1]]
     near = [row for row in rows if abs(row["scale"][0] - scale) <= 0.15]
-    best = min(near, key=lambda row: abs(row["scale"][0] - scale), default=None)
-    return best["accuracy"] if best else None
+    return min(near, key=lambda row: abs(row["scale"][0] - scale), default=None)
 
 
 def groups(results: dict[str, Any]) -> list[Group]:
     def key(run: Run) -> tuple[Any, ...]:
-        return run["data"]["name"], str(shift_variant(run)), str(size_kind(run)), tuple(run["image_size"]), run["images"]
+        return (
+            run["data"]["name"],
+            str(shift_variant(run)),
+            str(size_kind(run)),
+            tuple(run["image_size"]),
+            run["images"],
+        )
 
     found = []
     for _, members in itertools.groupby(sorted(results["runs"], key=key), key=key):
@@ -153,7 +160,9 @@ def _columns(group: Group) -> list[Column]:
     patch = shifts_of(group.runs[0]).get("patch")
     canvas = group.variant == "canvas"
     home = "home" if canvas else "accuracy"
-    where = "accuracy with the object within the first patch of the corner, where training had it (a control: also there)"
+    where = (
+        "accuracy with the object within the first patch of the corner, where training had it (a control: also there)"
+    )
     columns = [
         Column(
             home,
@@ -182,18 +191,29 @@ def _columns(group: Group) -> list[Column]:
                 "share of pairs of positions with the same decision, right or wrong; a constant answer has 100",
             ),
         ]
+    larger = "canvas" if group.kind == "canvas" else "upsampled"
+    meaning = "canvas grown, object on the tokens it was on" if group.kind == "canvas" else "image resized"
     for scale, label in ((1.5, "1.5x"), (2.0, "2x")):
-        if any(at_scale(run, group.kind, scale) for run in group.runs):
-            larger = "canvas" if group.kind == "canvas" else "upsampled"
-            meaning = "object on the tokens it was on, canvas grown" if group.kind == "canvas" else "image resized"
+        if any(row_at_scale(run, group.kind, scale) for run in group.runs):
             columns.append(
                 Column(
                     f"{label} {larger}",
-                    lambda run, scale=scale: at_scale(run, group.kind, scale),  # type: ignore[misc]
-                    f"accuracy with sides {label}: {meaning}",
+                    functools.partial(_accuracy_at, group.kind, scale),
+                    f"accuracy with both sides {label}: {meaning}",
+                    functools.partial(_difference_at, group.kind, scale),
                 )
             )
     return columns
+
+
+def _accuracy_at(kind: str | None, scale: float, run: Run) -> Interval | None:
+    row = row_at_scale(run, kind, scale)
+    return row["accuracy"] if row else None
+
+
+def _difference_at(kind: str | None, scale: float, run: Run) -> Interval | None:
+    row = row_at_scale(run, kind, scale)
+    return difference(run, str(kind), row["size"], row["policy"]) if row else None
 
 
 def legend(group: Group) -> list[str]:
@@ -205,8 +225,8 @@ def legend(group: Group) -> list[str]:
         "One row is one trained model. An interval over images says nothing about the encoding in general: "
         "another seed can move a row by more than its interval.",
     ]
-    if any(at_scale(run, group.kind, 2.0) for run in group.runs) and baseline(group):
-        lines.append("Larger sizes change more than positions: read them as the difference to `none`, given in the report.")
+    if any(row_at_scale(run, group.kind, 2.0) for run in group.runs) and baseline(group):
+        lines.append("Larger sizes change more than positions: read them as the difference to none on the same images.")
     return lines
 
 
@@ -232,6 +252,10 @@ def percent(value: float) -> str:
     return f"{100 * value:.1f}"
 
 
+def points(value: float) -> str:
+    return f"{100 * value:+.1f}".replace("-", "\N{MINUS SIGN}")
+
+
 def span(interval: Interval) -> str:
     return f"{percent(interval['low'])}–{percent(interval['high'])}"
 
@@ -252,8 +276,12 @@ def print_table(results: dict[str, Any], console: Console | None = None) -> None
     for group in groups(results):
         seeds = {run["seed"] for run in group.runs}
         # Headings break at blanks, so that eight columns fit 100 characters.
-        table = RichTable(box=SIMPLE_HEAD, padding=(0, 1), title=_title(group), title_style="bold", title_justify="left")
-        table.add_column("encoding", overflow="fold", min_width=max(len(w) for r in group.runs for w in base_name(r).split()))
+        table = RichTable(
+            box=SIMPLE_HEAD, padding=(0, 1), title=_title(group), title_style="bold", title_justify="left"
+        )
+        table.add_column(
+            "encoding", overflow="fold", min_width=max(len(w) for r in group.runs for w in base_name(r).split())
+        )
         if group.placed:
             table.add_column("trained at")
         if len(seeds) > 1:
@@ -306,16 +334,18 @@ def styles(results: dict[str, Any]) -> dict[str, tuple[str, str]]:
     """Encoding -> (colour, marker), the same in every figure and table of a report."""
     names = sorted({base_name(run) for run in results["runs"]} - {"none"})
     chosen = {
-        name: (PALETTE[i % len(PALETTE)], MARKERS[(i + i // len(PALETTE)) % len(MARKERS)]) for i, name in enumerate(names)
+        name: (PALETTE[i % len(PALETTE)], MARKERS[(i + i // len(PALETTE)) % len(MARKERS)])
+        for i, name in enumerate(names)
     }
     return chosen | {"none": (GREY, "o")}
 
 
-RC = {
+RC: Any = {
     "font.size": 10, "axes.titlesize": 10.5, "axes.labelsize": 10, "axes.edgecolor": INK, "text.color": INK,
     "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK, "axes.spines.top": False,
-    "axes.spines.right": False, "axes.grid": True, "axes.axisbelow": True, "grid.color": GRID, "grid.linewidth": 0.8,
-    "xtick.labelsize": 9, "ytick.labelsize": 9, "svg.hashsalt": "vitpos", "lines.linewidth": 1.8, "figure.dpi": 100,
+    "axes.spines.right": False, "axes.facecolor": "none", "axes.grid": True, "axes.axisbelow": True,
+    "grid.color": GRID, "grid.linewidth": 0.8, "xtick.labelsize": 9, "ytick.labelsize": 9,
+    "svg.hashsalt": "vitpos", "lines.linewidth": 1.8, "figure.dpi": 100,
 }  # fmt: skip
 
 
@@ -374,6 +404,13 @@ def _run_title(run: Run, group: Group) -> str:
 def drawings(results: dict[str, Any], group: Group, prefix: str = "") -> list[Drawing]:
     """The figures of one group of runs."""
     look = styles(results)
+    key = (
+        "Dashed: the control trained at uniform placement. "
+        if any(r["placement"] == "uniform" for r in group.runs)
+        else ""
+    )
+    key += "Grey: none. " if baseline(group) else ""
+    key += "Bars: 95% over images, for that model."
     found = []
     if group.variant:
         moved = "Where the object was drawn" if group.variant == "canvas" else f"Shift of the image ({group.variant})"
@@ -381,9 +418,10 @@ def drawings(results: dict[str, Any], group: Group, prefix: str = "") -> list[Dr
             Drawing(
                 f"{prefix}position",
                 "Accuracy by position",
-                f"{moved}, in pixels: whole patches only. One square is one position, its number the accuracy in percent; "
-                "the outlined one is the reference, beside which training had its objects unless it was placed uniformly. "
-                "An encoding that generalises over position is one colour throughout: good if bright, unused if dull.",
+                f"{moved}, in pixels: whole patches only. One square is one position, its number the accuracy in "
+                + "percent; the outlined one is the reference"
+                + (", beside which training had its objects unless they were placed uniformly" if group.placed else "")
+                + ". A model that generalises over position has one colour throughout; bright is accurate.",
                 lambda columns: _heat_maps(group, columns),
                 5,
             )
@@ -392,26 +430,24 @@ def drawings(results: dict[str, Any], group: Group, prefix: str = "") -> list[Dr
             Drawing(
                 f"{prefix}shift",
                 "Accuracy against shift",
-                "Filled and joined: whole patches, where only position and border can matter. Hollow: shifts of less than "
-                "a patch, which also change how the patch grid cuts the object, whatever the encoding. Dashed: the "
-                "control trained at uniform placement. Grey: none. Bars: 95% over images, for that model.",
+                "Filled and joined: whole patches, where only position and border can matter. Hollow: shifts of less "
+                "than a patch, which also change how the patch grid cuts the content, whatever the encoding. " + key,
                 lambda columns: _curves(group, look, columns, *_shift_axes(group)),
                 3,
             )
         )
     for kind, title, caption in (
         ("canvas", "Accuracy on a larger canvas", "The object stays on the tokens it was on; only positions and "
-         "background are new. Losing more than none does is the encoding's doing."),
+         "background are new. Read it as the distance to none, which loses accuracy to the background alone."),
         ("upsample", "Accuracy on a resized image", "The object grows with the grid (bilinear, antialiased). "
-         "The size of things changes too, so none is no flat line: compare with it."),
+         "The size of things changes too, so none is not flat either: read it as the distance to none."),
     ):  # fmt: skip
         if any(len(sizes_of(run, kind)) > 1 for run in group.runs):
             found.append(
                 Drawing(
                     f"{prefix}resolution-{kind}",
                     title,
-                    f"{caption} Grey: none. Dashed: the control trained at uniform placement. "
-                    "Bars: 95% over images, for that model.",
+                    f"{caption} {key}",
                     lambda columns, kind=kind: _curves(group, look, columns, *_size_axes(group, kind)),  # type: ignore[misc]
                     3,
                 )
@@ -530,7 +566,7 @@ def to_html(results: dict[str, Any]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"percent": percent, "span": span}
+    environment.filters |= {"percent": percent, "span": span, "points": points}
     look = styles(results)
     found = groups(results)
     definitions: dict[str, dict[str, str]] = {}
@@ -559,7 +595,7 @@ def _page_group(results: dict[str, Any], group: Group, prefix: str) -> dict[str,
             sizes.append(
                 {
                     "kind": kind,
-                    "sizes": [list(size) for size in sorted(measured)],
+                    "sizes": [list(size) for size in sorted(measured, key=lambda s: (s[0] != s[1], s))],
                     "rows": [entry for run in group.runs for entry in _size_rows(run, kind)],
                 }
             )
