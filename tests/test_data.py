@@ -30,9 +30,7 @@ def make_tree(root: Path, parts: tuple[str, ...], size=(32, 32), images=4, class
 
 
 def folder(root, split="train", seed=0, **options):
-    return data.load(
-        {"name": "folder", "root": str(root), "img_size": 16, "workers": 0, **options}, split, seed
-    )
+    return data.load({"name": "folder", "root": str(root), "img_size": 16, "workers": 0, **options}, split, seed)
 
 
 # splits

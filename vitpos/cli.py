@@ -18,6 +18,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from hydra._internal.utils import get_args_parser
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf.errors import OmegaConfBaseException
 
@@ -26,6 +27,7 @@ from vitpos.spec import nearest
 
 STRINGS = {"pos", "out", "resume", "checkpoint", "runs", "data.root"}
 USER_ERRORS = (ValueError, TypeError, OSError, HydraException, OmegaConfBaseException)
+SWEEP_FLAGS = ("-m", "--multirun")
 OPEN = "model.kwargs."  # takes keys that the configuration does not hold yet
 OPENING, CLOSING = "([{", ")]}"
 
@@ -33,18 +35,24 @@ OPENING, CLOSING = "([{", ")]}"
 def run(main: Callable[[], Any]) -> None:
     """Call a ``@hydra.main`` function on the command line's words; end with exit code 2 on a user's error."""
     words = sys.argv[1:]
+    known_flags = [flag for action in get_args_parser()._actions for flag in action.option_strings]
+    for word in words:
+        if word.startswith("-") and word.partition("=")[0] not in known_flags:
+            fail(f"unknown flag {word!r}; {nearest(word, known_flags)} (settings are written key=value)")
     sweeping = is_sweep(words)
-    sweep_folder = None
+    new_folders: list[Path] = []  # the sweep's own and the parents that are made with it
     if sweeping and "TORCHELASTIC_RUN_ID" in os.environ:
         fail("a sweep (-m) cannot run under torchrun; start one torchrun per run instead")
     if sweeping and not any(word.startswith("hydra.sweep.dir=") for word in words):
         given = [word.partition("=")[2] for word in words if word.startswith("out=")]
         now = datetime.now()
         sweep_folder = Path(given[-1] if given else f"runs/{now:%Y-%m-%d}/{now:%H-%M-%S}-sweep")
+        new_folders = [path for path in (sweep_folder, *sweep_folder.parents) if not path.exists()]
         words.append(f"hydra.sweep.dir={quote(str(sweep_folder))}")
     traceback_wanted = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands its errors over instead of printing them
-    sys.argv[1:] = [prepare(word, sweeping) for word in words]
+    flags = [word for word in words if word in SWEEP_FLAGS]  # argparse wants them before the key=value words
+    sys.argv[1:] = flags + [prepare(word, sweeping) for word in words if word not in SWEEP_FLAGS]
     try:
         main()
     except USER_ERRORS as error:
@@ -55,8 +63,7 @@ def run(main: Callable[[], Any]) -> None:
         print("interrupted", file=sys.stderr)
         raise SystemExit(130) from None
     finally:
-        if sweep_folder is not None:
-            _remove_unused(sweep_folder)
+        _remove_unused(new_folders)
 
 
 def task(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -75,7 +82,7 @@ def task(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def is_sweep(words: list[str]) -> bool:
-    return any(word in ("-m", "--multirun") or word.lower() == "hydra.mode=multirun" for word in words)
+    return any(word in SWEEP_FLAGS or word.lower() == "hydra.mode=multirun" for word in words)
 
 
 def prepare(word: str, sweeping: bool) -> str:
@@ -142,9 +149,10 @@ def fail(message: str) -> None:
     raise SystemExit(2)
 
 
-def _remove_unused(folder: Path) -> None:
+def _remove_unused(folders: list[Path]) -> None:
     """Remove a sweep's folder when no run was started in it (Hydra has written its multirun.yaml by then)."""
-    if folder.is_dir() and {p.name for p in folder.iterdir()} <= {"multirun.yaml"}:
-        for path in folder.iterdir():
-            path.unlink()
+    for folder in folders:
+        if not folder.is_dir() or any(path.name != "multirun.yaml" for path in folder.iterdir()):
+            return
+        (folder / "multirun.yaml").unlink(missing_ok=True)
         folder.rmdir()

@@ -115,13 +115,16 @@ def resumed(cfg: DictConfig, folder: Path) -> DictConfig:
     path = folder / "config.yaml"
     if not path.is_file():
         raise FileNotFoundError(f"resume={folder}: no run there ({path} is missing)")
-    stored = OmegaConf.load(path)
+    stored: Any = OmegaConf.merge(OmegaConf.structured(RunConfig), OmegaConf.load(path))
     given = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
     for override in given:
         key = override.split("=")[0].lstrip("+~")
         if key in ("resume", "out", "experiment"):
             continue
         ours, theirs = OmegaConf.select(cfg, key), OmegaConf.select(stored, key)
+        if key in ("train.cpu", "train.threads", "data.workers"):  # may change: no number depends on them
+            OmegaConf.update(stored, key, ours)
+            continue
         if key == "pos":
             ours, theirs = str(spec.parse(ours)), str(spec.parse(theirs))
         if ours != theirs:
@@ -163,7 +166,7 @@ def suggest(key: str, known: DictConfig) -> str:
 
 def _flatten(node: DictConfig, prefix: str = "") -> list[str]:
     keys: list[str] = []
-    for key in node:
+    for key in map(str, node):
         if prefix == "" and key == "hydra":
             continue
         keys.append(f"{prefix}{key}")

@@ -411,11 +411,11 @@ class Folder(Dataset):
         if not given:
             size = round(cfg.test_fraction * len(ids))
             in_test = stratified(labels, seeds.sample_keys(ids), size, seeds.stream(0, "split"))
-            part = np.flatnonzero(in_test if split == "test" else ~in_test)
-            paths, labels, ids = [paths[i] for i in part], labels[part], [ids[i] for i in part]
+            kept = np.flatnonzero(in_test if split == "test" else ~in_test)
+            paths, labels, ids = [paths[i] for i in kept], labels[kept], [ids[i] for i in kept]
         if split != "test":
-            part = _carve(labels, ids, cfg.val_fraction, seed, split)
-            paths, labels = [paths[i] for i in part], labels[part]
+            kept = _carve(labels, ids, cfg.val_fraction, seed, split)
+            paths, labels = [paths[i] for i in kept], labels[kept]
         return paths, labels, classes
 
     def _image(self, index: int, stream: int | None) -> Tensor:

@@ -54,7 +54,7 @@ def is_positional(name: str) -> bool:
     return name.startswith("position.") or name == "pos_embed"
 
 
-def create_optimizer(model: nn.Module, cfg: TrainConfig) -> torch.optim.Optimizer:
+def create_optimizer(model: Any, cfg: TrainConfig) -> torch.optim.Optimizer:
     """AdamW over timm's parameter groups; the encoding's parameters get no decay and a learning rate of their own."""
     positional = [p for name, p in model.named_parameters() if is_positional(name) and p.requires_grad]
     ours = {id(p) for p in positional}
@@ -62,7 +62,7 @@ def create_optimizer(model: nn.Module, cfg: TrainConfig) -> torch.optim.Optimize
     groups = [{**g, "params": [p for p in g["params"] if id(p) not in ours], "lr_scale": 1.0} for g in groups]
     groups.append({"params": positional, "weight_decay": 0.0, "lr_scale": cfg.pos_lr_mult})
     groups = [g for g in groups if g["params"]]
-    return torch.optim.AdamW(groups, lr=cfg.lr, betas=tuple(cfg.betas), fused=True)
+    return torch.optim.AdamW(groups, lr=cfg.lr, betas=(cfg.betas[0], cfg.betas[1]), fused=True)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, cfg: TrainConfig, step: int, steps: int) -> float:

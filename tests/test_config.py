@@ -1,0 +1,143 @@
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hypothesis import given
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from vitpos import cli, config, data
+
+CONFIGS = config.Path(__file__).parents[1] / "configs"
+
+
+def composed(*overrides: str):
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        return compose("train", list(overrides))
+
+
+@pytest.mark.parametrize("name", sorted(data.CONFIGS))
+def test_every_dataset_has_a_model_and_a_training_recipe(name):
+    run = config.typed(composed(f"data={name}"))
+    assert run.data.name == name
+    assert run.model.name.startswith("vit_")
+
+
+@pytest.mark.parametrize("path", sorted((CONFIGS / "experiment").glob("*.yaml")), ids=lambda p: p.stem)
+def test_every_experiment_composes(path):
+    config.typed(composed(f"experiment={path.stem}"))
+
+
+def test_digits_patch_is_the_models_patch():
+    assert config.typed(composed("data.patch=3")).model.kwargs["patch_size"] == 3
+
+
+def test_pos_becomes_canonical():
+    assert config.typed(composed("pos='rope_axial( theta=50 )+ape1d'")).pos == "rope_axial(theta=50.0) + ape1d"
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "seed=-1", "train.epochs=0", "train.batch_size=0", "train.lr=0", "train.pos_lr_mult=-1",
+        "train.weight_decay=-0.1", "train.betas=[0.9]", "train.betas=[0.9,1.0]", "train.warmup=1",
+        "train.label_smoothing=1", "train.clip_grad=-1", "train.ema=1", "train.precision=half", "train.threads=0",
+    ],
+)  # fmt: skip
+def test_values_out_of_range_are_named(override):
+    key = override.split("=")[0]
+    with pytest.raises(ValueError, match=rf"^{key}=.* must be "):
+        config.typed(composed(override))
+
+
+def test_keys_that_hydra_lets_through():
+    with pytest.raises(ValueError, match=r"unknown config key 'train.epoch'; did you mean epochs"):
+        config.typed(composed("+train.epoch=3"))
+    with pytest.raises(ValueError, match="unknown config key 'sed'; did you mean seed"):
+        config.typed(composed("+sed=3"))
+    with pytest.raises(ValueError, match=r"model.kwargs.img_size is not set here"):
+        config.typed(composed("+model.kwargs.img_size=32"))
+
+
+def test_suggestions():
+    cfg = composed()
+    assert config.suggest("epochs", cfg) == "did you mean train.epochs?"
+    assert config.suggest("train.lrr", cfg) == "did you mean train.lr?"
+    assert config.suggest("data.zzz", cfg).startswith("known: data.name, data.canvas")
+
+
+def test_new_folder():
+    run = config.typed(composed("pos='rope_axial(theta=50) + ape1d'", "seed=3"))
+    folder = config.new_folder(run)
+    assert folder.parts[0] == "runs"
+    assert folder.name.endswith("-rope_axial-theta-50.0-_ape1d-s3")
+    run.out = "elsewhere"
+    assert config.new_folder(run) == config.Path("elsewhere")
+
+
+# the stored configuration of a run that is continued
+
+
+def stored(tmp_path, *overrides: str):
+    run = config.typed(composed(*overrides))
+    (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.structured(run)))
+    return run
+
+
+def test_resumed_takes_the_stored_values(tmp_path):
+    run = stored(tmp_path, "seed=5", "pos=ape1d", "data=folder", "data.root=x")
+    again = config.typed(config.resumed(composed(), tmp_path))
+    assert again.resume == str(tmp_path)
+    again.resume = None
+    assert again == run
+
+
+def test_resumed_without_a_run(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no run there"):
+        config.resumed(composed(), tmp_path)
+
+
+# words of the command line
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("none,ape1d", ["none", "ape1d"]),
+        ("a(x=1,y=(2,3)), b + c(z=[4,5])", ["a(x=1,y=(2,3))", "b + c(z=[4,5])"]),
+        ("a(x='p,q'),b", ["a(x='p,q')", "b"]),
+        ("a(x='(,'),b", ["a(x='(,')", "b"]),
+        ("a", ["a"]),
+    ],
+)
+def test_split_at_top_level_commas(text, parts):
+    assert cli.split(text) == parts
+
+
+@given(st.text(st.characters(exclude_characters="\n\r$", codec="utf-8"), min_size=1))
+def test_quote_survives_hydras_grammar(text):
+    """`$` is left out: Hydra's interpolation stays available in paths."""
+    override = OverridesParser.create().parse_override(f"pos={cli.quote(text)}")
+    assert str(getattr(override.value(), "text", override.value())) == text
+
+
+@pytest.mark.parametrize(
+    ("word", "sweeping", "expected"),
+    [
+        ("pos=rope_axial(theta=50)", False, "pos='rope_axial(theta=50)'"),
+        ("pos=none,ape1d", False, "pos='none,ape1d'"),
+        ("pos=none,a(b=1,c=2)", True, "pos='none','a(b=1,c=2)'"),
+        ("pos='none'", False, "pos='none'"),
+        ("resume=null", False, "resume=null"),
+        ("data.root=/a=b (c)", False, "data.root='/a=b (c)'"),
+        ("seed=0,1", True, "seed=0,1"),
+        ("model.kwargs.qk_norm=true", False, "++model.kwargs.qk_norm=true"),
+        ("-m", True, "-m"),
+    ],
+)
+def test_prepare(word, sweeping, expected):
+    assert cli.prepare(word, sweeping) == expected
+
+
+def test_explain_is_one_line():
+    assert cli.explain(ValueError("first\n\n  second")) == "first second"
+    assert cli.explain(ValueError()) == "ValueError"

@@ -1,0 +1,373 @@
+"""train.py as it is called: one run, sweeps, resume, torchrun, and bad input."""
+
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+import yaml
+from hydra.core.global_hydra import GlobalHydra
+from PIL import Image
+
+import vitpos
+from vitpos import data, training
+
+TRAIN = Path(__file__).parents[1] / "train.py"
+TINY = [
+    "model.kwargs.embed_dim=16", "model.kwargs.depth=1", "model.kwargs.num_heads=2", "train.batch_size=300",
+    "train.epochs=2", "train.threads=1", "train.cpu=true",
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def somewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
+    return tmp_path
+
+
+def train(monkeypatch, *words: str, tiny: bool = True) -> int:
+    """Call train.py in this process; its exit code."""
+    GlobalHydra.instance().clear()
+    monkeypatch.setattr(sys, "argv", ["train.py", *(TINY if tiny else []), *words])
+    try:
+        runpy.run_path(str(TRAIN), run_name="__main__")
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+def files(folder: Path) -> set[str]:
+    return {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()}
+
+
+# a run
+
+
+def test_run_folder(monkeypatch, tmp_path, capsys):
+    assert train(monkeypatch, "pos=rope_axial(theta=50)", "out=run", "train.ema=0.9") == 0
+    run = tmp_path / "run"
+    expected = {"config.yaml", "environment.json", "last.safetensors", "metrics.csv", "state.pt"}
+    assert expected == {f for f in files(run) if not f.startswith("tb/")}
+    assert len(list((run / "tb").iterdir())) == 1
+    metrics = pd.read_csv(run / "metrics.csv")
+    assert metrics["epoch"].tolist() == [1, 2]
+    assert metrics["step"].tolist() == [4, 8]
+    assert yaml.safe_load((run / "config.yaml").read_text())["pos"] == "rope_axial(theta=50.0)"
+    lines = capsys.readouterr().out.strip().splitlines()
+    assert len(lines) == 3
+    assert "epoch 1/2" in lines[0]
+    assert "after 2 epochs" in lines[-1]
+
+
+def test_saved_weights_give_the_reported_accuracy(monkeypatch, tmp_path):
+    train(monkeypatch, "out=run", "train.ema=0.9", "seed=2")
+    card = vitpos.read_card(tmp_path / "run" / "last.safetensors")
+    assert (card["extra"]["seed"], card["extra"]["epochs"]) == (2, 2)
+    val_set = data.load(card["extra"]["data"], "val", 2)
+    assert card["classes"] == val_set.info.classes
+    assert card["preprocessing"]["mean"] == val_set.info.mean
+    model = vitpos.load(tmp_path / "run" / "last.safetensors")
+    with torch.no_grad():
+        logits = model(data.normalize(val_set.batch(range(len(val_set))), val_set.info))
+    accuracy = (logits.argmax(1) == val_set.labels).float().mean().item()
+    assert accuracy == pytest.approx(pd.read_csv(tmp_path / "run" / "metrics.csv")["val_accuracy"].iloc[-1], abs=1e-5)
+
+
+def test_training_learns(monkeypatch, tmp_path):
+    size = ["model.kwargs.embed_dim=32", "model.kwargs.depth=2"]
+    schedule = ["train.epochs=8", "train.batch_size=32", "train.lr=5e-3"]
+    assert train(monkeypatch, "out=run", "pos=sincos2d", *size, *schedule) == 0
+    metrics = pd.read_csv(tmp_path / "run" / "metrics.csv")
+    assert metrics["train_loss"].iloc[-1] < metrics["train_loss"].iloc[0] - 0.3
+    assert metrics["val_accuracy"].iloc[-1] > 0.25
+
+
+def spied(monkeypatch, tmp_path, name, *words):
+    """What one run feeds its model and which units its dropout drops, over all steps."""
+    seen: dict[str, list[torch.Tensor]] = {"batches": [], "masks": []}
+    normalize, dropout = data.normalize, torch.nn.functional.dropout
+
+    def record_batch(x, info):
+        seen["batches"].append(x.clone())
+        return normalize(x, info)
+
+    def record_mask(x, p=0.5, training=True, inplace=False):
+        if training and p > 0:
+            state = torch.get_rng_state()
+            seen["masks"].append(dropout(torch.ones_like(x), p, True) > 0)
+            torch.set_rng_state(state)
+        return dropout(x, p, training, inplace)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(data, "normalize", record_batch)
+        patch.setattr(torch.nn.functional, "dropout", record_mask)
+        assert train(patch, f"out={name}", "train.epochs=1", "model.kwargs.proj_drop_rate=0.3", *words) == 0
+    return seen
+
+
+def test_same_seed_same_batches_and_masks_for_every_encoding(monkeypatch, tmp_path):
+    none, rope, again, other = (
+        spied(monkeypatch, tmp_path, name, f"pos={pos}", f"seed={seed}")
+        for name, pos, seed in [("a", "none", 0), ("b", "rope_axial", 0), ("c", "ape2d", 0), ("d", "none", 1)]
+    )
+    for kind in ("batches", "masks"):
+        assert len(none[kind]) >= 5
+        for variant in (rope, again):
+            assert len(none[kind]) == len(variant[kind])
+            assert all(torch.equal(x, y) for x, y in zip(none[kind], variant[kind]))
+        assert not any(torch.equal(x, y) for x, y in zip(none[kind], other[kind]))
+
+
+def test_the_same_run_twice_is_the_same(monkeypatch, tmp_path):
+    weights = []
+    for name in ("a", "b"):
+        assert train(monkeypatch, f"out={name}", "pos=rpb") == 0
+        weights.append(vitpos.load(tmp_path / name / "last.safetensors").state_dict())
+    assert all(torch.equal(weights[0][k], weights[1][k]) for k in weights[0])
+
+
+# resume
+
+
+class Stop(BaseException):
+    """Stands for a killed process."""
+
+
+def stop_after(monkeypatch, epochs: int):
+    save = training.RunFolder.save
+
+    def saving(self, row, *args):
+        save(self, row, *args)
+        if row["epoch"] == epochs:
+            raise Stop
+
+    monkeypatch.setattr(training.RunFolder, "save", saving)
+
+
+def stopped(monkeypatch, *words: str) -> None:
+    with monkeypatch.context() as patch:
+        stop_after(patch, 1)
+        with pytest.raises(Stop):
+            train(patch, *words)
+
+
+def test_resume_continues_as_if_never_stopped(monkeypatch, tmp_path):
+    words = ["pos=ape2d", "train.ema=0.9", "model.kwargs.proj_drop_rate=0.1", "train.epochs=3"]
+    assert train(monkeypatch, "out=whole", *words) == 0
+    stopped(monkeypatch, "out=part", *words)
+    assert pd.read_csv("part/metrics.csv")["epoch"].tolist() == [1]
+    assert train(monkeypatch, "resume=part", tiny=False) == 0
+    assert pd.read_csv("part/metrics.csv")["epoch"].tolist() == [1, 2, 3]
+    whole, part = (vitpos.load(f"{name}/last.safetensors").state_dict() for name in ("whole", "part"))
+    assert all(torch.equal(whole[k], part[k]) for k in whole)
+    timings = ["images_per_second", "seconds"]
+    whole_rows, part_rows = (pd.read_csv(f"{name}/metrics.csv").drop(columns=timings) for name in ("whole", "part"))
+    pd.testing.assert_frame_equal(whole_rows, part_rows)
+
+
+def test_resume_of_a_finished_run_says_so(monkeypatch, tmp_path, capsys):
+    train(monkeypatch, "out=run")
+    before = {f: (tmp_path / "run" / f).read_bytes() for f in ("metrics.csv", "state.pt", "last.safetensors")}
+    assert train(monkeypatch, "resume=run", tiny=False) == 0
+    assert "run is finished: 2 of 2 epochs are done" in capsys.readouterr().out
+    assert all((tmp_path / "run" / f).read_bytes() == content for f, content in before.items())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["pos=ape1d"], "was trained with pos=none and cannot go on with ape1d"),
+        (["model.kwargs.depth=3"], "was trained with model.kwargs.depth=1 and cannot go on with 3"),
+        (["seed=4"], "was trained with seed=0"),
+        (["data=cifar10"], "was trained with data=digits and cannot go on with cifar10"),
+    ],
+)
+def test_resume_of_another_architecture(monkeypatch, capsys, words, message):
+    stopped(monkeypatch, "out=run", "pos=none")
+    before = files(Path("run"))
+    assert train(monkeypatch, "resume=run", *words, tiny=False) == 2
+    assert message in one_line(capsys)
+    assert files(Path("run")) == before
+
+
+def test_resume_with_the_state_of_another_model(monkeypatch, capsys):
+    stopped(monkeypatch, "out=run", "pos=none")
+    train(monkeypatch, "out=other", "pos=ape2d")
+    Path("run/state.pt").write_bytes(Path("other/state.pt").read_bytes())
+    capsys.readouterr()
+    assert train(monkeypatch, "resume=run", tiny=False) == 2
+    assert "does not fit the model of run/config.yaml" in one_line(capsys)
+
+
+def test_resume_with_a_damaged_state(monkeypatch, capsys):
+    stopped(monkeypatch, "out=run", "pos=none")
+    Path("run/state.pt").write_bytes(Path("run/state.pt").read_bytes()[:1000])
+    assert train(monkeypatch, "resume=run", tiny=False) == 2
+    one_line(capsys)
+
+
+# sweeps
+
+
+def test_sweep(monkeypatch, tmp_path):
+    words = ["pos=none,rope_axial(theta=50),rope_axial + ape1d", "seed=0,1", "train.epochs=1", "out=sweep"]
+    assert train(monkeypatch, "-m", *words) == 0
+    runs = sorted(p.name for p in (tmp_path / "sweep").iterdir() if p.is_dir())
+    assert runs == [
+        "00-none-s0", "01-none-s1", "02-rope_axial-theta-50.0-s0", "03-rope_axial-theta-50.0-s1",
+        "04-rope_axial_ape1d-s0", "05-rope_axial_ape1d-s1",
+    ]  # fmt: skip
+    cards = [vitpos.read_card(tmp_path / "sweep" / r / "last.safetensors") for r in runs]
+    assert [c["pos"] for c in cards[::2]] == ["none", "rope_axial(theta=50.0)", "rope_axial + ape1d"]
+    assert [c["extra"]["seed"] for c in cards] == [0, 1] * 3
+
+
+def test_sweep_is_refused_under_torchrun(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    assert train(monkeypatch, "-m", "seed=0,1") == 2
+    assert "cannot run under torchrun" in one_line(capsys)
+    assert files(tmp_path) == set()
+
+
+# processes
+
+
+@pytest.mark.slow
+def test_torchrun_trains_in_one_folder(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(TRAIN), *TINY, "out=run"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.strip().splitlines()) == 3, "one process prints"
+    assert [p.name for p in tmp_path.iterdir()] == ["run"]
+    assert pd.read_csv(tmp_path / "run" / "metrics.csv")["epoch"].tolist() == [1, 2]
+    assert 'processes": 2' in (tmp_path / "run" / "environment.json").read_text()
+    vitpos.load(tmp_path / "run" / "last.safetensors")
+
+
+@pytest.mark.slow
+def test_torchrun_matches_one_process(monkeypatch, tmp_path):
+    """Equal global batches and averaged gradients: equal up to the order of sums."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(TRAIN), *TINY, "out=two"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, capture_output=True, env=env, timeout=300, check=True)
+    assert train(monkeypatch, "out=one") == 0
+    one, two = (pd.read_csv(f"{name}/metrics.csv") for name in ("one", "two"))
+    assert one["train_loss"].tolist() == pytest.approx(two["train_loss"].tolist(), rel=1e-4)
+    assert one["val_accuracy"].tolist() == pytest.approx(two["val_accuracy"].tolist(), abs=0.01)
+
+
+@pytest.mark.slow
+def test_parallel_sweep(tmp_path):
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
+    words = ["-m", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "pos=none,ape1d", "train.epochs=1", "out=sweep"]
+    done = subprocess.run([sys.executable, str(TRAIN), *TINY, *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert len(list((tmp_path / "sweep").glob("*/last.safetensors"))) == 2
+    bad = [*words[:-1], "out=bad", "model.kwargs.patch_size=5"]
+    done = subprocess.run([sys.executable, str(TRAIN), *TINY, *bad], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "bad").exists()
+
+
+# bad input
+
+
+def one_line(capsys) -> str:
+    err = capsys.readouterr().err
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1, err
+    return err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["pos=rope_axail"], "unknown encoding 'rope_axail'; did you mean rope_axial"),
+        (["pos=rope_axial(theto=3)"], "no option 'theto'; did you mean theta"),
+        (["pos=rope_axial(theta='a')"], "expected float"),
+        (["pos=rope_axial("], "cannot read spec"),
+        (["pos=rope_axial", "model.kwargs.embed_dim=36", "model.kwargs.num_heads=6"], "4"),
+        (["model.kwargs.patch_size=5"], "patch"),
+        (["model.kwargs.deepth=5"], "deepth"),
+        (["model.name=vit_tinny_patch16_224"], "vit_tinny_patch16_224"),
+        (["model.kwargs.img_size=32"], "follows from the data"),
+        (["data=folder"], "needs data.root"),
+        (["data=folder", "data.root=nowhere"], "data.root=nowhere is not a folder"),
+        (["data=digit"], "unknown data 'digit'; did you mean digits"),
+        (["experiment=dem"], "unknown experiment 'dem'; did you mean demo"),
+        (["data.placement=centre"], "data.placement"),
+        (["resume=nowhere"], "no run there"),
+        (["train.epoch=3"], "unknown config key 'train.epoch'; did you mean train.epochs?"),
+        (["epochs=3"], "did you mean train.epochs?"),
+        (["+foo=3"], "unknown config key 'foo'"),
+        (["train.lr=fast"], "train.lr: Value 'fast'"),
+        (["train.epochs=1.5"], "train.epochs: Value '1.5'"),
+        (["seed"], "Error parsing override 'seed'"),
+        (["train.batch_size=5000"], "must lie in 1..1221"),
+        (["train.precision=half"], "one of no, bf16, fp16"),
+        (["--multi"], "unknown flag '--multi'; did you mean --multirun"),
+        (["-m", "pos=none,nonne"], "unknown encoding 'nonne'"),
+        (["-m", "train.lrr=1,2"], "unknown config key 'train.lrr'"),
+    ],
+)
+def test_bad_input_is_one_line_and_leaves_nothing(monkeypatch, tmp_path, capsys, words, message):
+    kept = words[:1] == ["-m"] and message.startswith("unknown encoding")  # the sweep's first run is a good one
+    assert train(monkeypatch, *words) == 2
+    assert message in one_line(capsys)
+    assert bool(files(tmp_path)) == kept
+    assert bool(list(tmp_path.iterdir())) == kept
+
+
+def test_out_that_is_taken(monkeypatch, tmp_path, capsys):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("precious")
+    assert train(monkeypatch, "out=mine") == 2
+    assert "holds files already" in one_line(capsys)
+    assert files(tmp_path) == {"mine/thesis.txt"}
+
+
+def make_folder(root: Path) -> Path:
+    for part in ("train", "val"):
+        for name in ("ant", "bee"):
+            (root / part / name).mkdir(parents=True)
+            for i in range(8):
+                Image.new("RGB", (20, 20), (30 * i, 0, 200 if name == "ant" else 0)).save(
+                    root / part / name / f"{i}.png"
+                )
+    return root
+
+
+FOLDER = [
+    "data=folder", "data.root=images", "data.img_size=16", "data.val_fraction=0.25", "model.kwargs.patch_size=8",
+    "train.batch_size=4", "model.kwargs.embed_dim=16", "model.kwargs.depth=1", "model.kwargs.num_heads=2",
+    "train.epochs=1", "train.cpu=true", "train.threads=1",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_corrupt_image_ends_the_run_in_one_line(monkeypatch, tmp_path, capsys, workers):
+    bad = make_folder(tmp_path / "images") / "train" / "bee" / "3.png"
+    bad.write_bytes(bad.read_bytes()[:40])
+    assert train(monkeypatch, *FOLDER, f"data.workers={workers}", tiny=False) == 2
+    assert "bee/3.png" in one_line(capsys)
+    assert [p.name for p in tmp_path.iterdir()] == ["images"]
+
+
+def test_empty_class_folder_ends_the_run_in_one_line(monkeypatch, tmp_path, capsys):
+    (make_folder(tmp_path / "images") / "train" / "cow").mkdir()
+    assert train(monkeypatch, *FOLDER, tiny=False) == 2
+    assert "cow holds no image" in one_line(capsys)
+    assert [p.name for p in tmp_path.iterdir()] == ["images"]
+
+
+def test_folder_trains(monkeypatch, tmp_path):
+    make_folder(tmp_path / "images")
+    assert train(monkeypatch, *FOLDER, "data.workers=1", "out=run", tiny=False) == 0
+    assert vitpos.read_card(tmp_path / "run" / "last.safetensors")["classes"] == ["ant", "bee"]

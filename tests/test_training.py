@@ -1,0 +1,123 @@
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import vitpos
+from vitpos import config, data, seeds, training
+
+KWARGS = {
+    "patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2, "mlp_ratio": 2, "class_token": False,
+    "global_pool": "avg",
+}  # fmt: skip
+
+
+def run_config(pos="none", seed=0, kwargs=None, **train) -> config.RunConfig:
+    model = config.ModelConfig("vit_tiny_patch16_224", {**KWARGS, **(kwargs or {})})
+    cfg = config.TrainConfig(**train)
+    return config.RunConfig(pos=pos, seed=seed, data=data.resolve({"name": "digits"}), model=model, train=cfg)
+
+
+INFO = data.Info("digits", [str(i) for i in range(10)], 1, (24, 24), [0.0], [1.0])
+
+
+def backbone(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Weights that are not the encoding's. Position rows of prefix tokens, if any, count as part of the tokens."""
+    state = {k: v for k, v in model.state_dict().items() if not training.is_positional(k)}
+    prefix = torch.cat([state.pop(k) for k in ("cls_token", "reg_token") if k in state] or [torch.zeros(1, 0, 1)], 1)
+    table = getattr(model, "pos_embed", None)
+    if table is not None and table.shape[1] > model.patch_embed.num_patches:
+        prefix = prefix + table[:, : prefix.shape[1]]
+    return {**state, "prefix": prefix}
+
+
+# named random streams
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"class_token": True, "global_pool": "token", "reg_tokens": 2}])
+@pytest.mark.parametrize("pos", [*vitpos.list_encodings(), "rope_axial + ape1d"])
+def test_every_encoding_starts_from_the_same_backbone(pos, kwargs):
+    reference = backbone(training.create_model(run_config("none", kwargs=kwargs), INFO))
+    ours = backbone(training.create_model(run_config(pos, kwargs=kwargs), INFO))
+    assert ours.keys() == reference.keys()
+    for key, value in reference.items():
+        assert torch.equal(value, ours[key]), key
+    other = backbone(training.create_model(run_config(pos, seed=1, kwargs=kwargs), INFO))
+    assert not torch.equal(other["blocks.0.attn.qkv.weight"], ours["blocks.0.attn.qkv.weight"])
+
+
+def test_an_encodings_own_weights_follow_the_seed():
+    first, again, other = (training.create_model(run_config("ape2d", seed=s), INFO).state_dict() for s in (0, 0, 1))
+    names = [k for k in first if k.startswith("position.") and first[k].is_floating_point()]
+    assert names
+    assert all(torch.equal(first[k], again[k]) for k in names)
+    assert not any(torch.equal(first[k], other[k]) for k in names)
+
+
+# optimizer
+
+
+@pytest.mark.parametrize("pos", [*vitpos.list_encodings(), "rope_axial + ape1d"])
+def test_optimizer_groups(pos):
+    """Every trainable parameter once; no decay on positions, biases and norms; positions have their own rate."""
+    model = training.create_model(run_config(pos), INFO)
+    optimizer = training.create_optimizer(model, config.TrainConfig(pos_lr_mult=10.0, weight_decay=0.3))
+    names = {id(p): n for n, p in model.named_parameters()}
+    seen = [names[id(p)] for g in optimizer.param_groups for p in g["params"]]
+    assert sorted(seen) == sorted(n for n, p in model.named_parameters() if p.requires_grad)
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            name = names[id(p)]
+            assert group["lr_scale"] == (10.0 if training.is_positional(name) else 1.0)
+            decays = p.ndim > 1 and not training.is_positional(name)
+            assert group["weight_decay"] == (0.3 if decays else 0.0), name
+
+
+def test_positional_parameters_exist_where_expected():
+    """The control of the test above: without it a renamed parameter would pass as an ordinary one."""
+    for pos, expected in {"ape1d": True, "rpb": True, "ape2d": True, "rope_axial": False, "none": False}.items():
+        model = training.create_model(run_config(pos), INFO)
+        assert any(training.is_positional(n) for n, _ in model.named_parameters()) is expected, pos
+
+
+def test_schedule_by_hand():
+    cfg = config.TrainConfig(lr=1.0, warmup=0.2)
+    optimizer = torch.optim.SGD([{"params": [nn.Parameter(torch.zeros(1))], "lr_scale": 10.0}], lr=1.0)
+    rates = [training.set_learning_rate(optimizer, cfg, step, 10) for step in range(10)]
+    assert rates[:3] == [0.5, 1.0, 1.0]
+    assert rates[6] == pytest.approx(0.5)
+    assert rates[9] == pytest.approx(0.5 * (1 + math.cos(math.pi * 7 / 8)))
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(10 * rates[9])
+
+
+@pytest.mark.parametrize("warmup", [0.0, 0.99])
+def test_schedule_of_few_steps_is_finite(warmup):
+    optimizer = torch.optim.SGD([{"params": [nn.Parameter(torch.zeros(1))], "lr_scale": 1.0}], lr=1.0)
+    cfg = config.TrainConfig(lr=1.0, warmup=warmup)
+    for steps in (1, 2, 3):
+        for step in range(steps):
+            assert 0 < training.set_learning_rate(optimizer, cfg, step, steps) <= 1
+
+
+# evaluation
+
+
+def test_evaluate_counts_by_hand():
+    dataset = data.load({"name": "digits"}, "val")
+
+    class Constant(nn.Module):
+        def forward(self, x):
+            return torch.eye(10)[3].expand(len(x), 10) * 5
+
+    accelerator = training.start(config.TrainConfig(cpu=True))
+    result = training.evaluate(Constant(), dataset, 100, accelerator)
+    is_three = (dataset.labels == 3).float().mean().item()
+    log_sum = math.log(9 + math.exp(5))
+    assert result["val_accuracy"] == pytest.approx(is_three)
+    assert result["val_loss"] == pytest.approx(log_sum - 5 * is_three, rel=1e-5)
+
+
+def test_streams_of_different_purposes_differ():
+    names = ["backbone", "encoding", "order", "augment", "regularize", "split", "placement"]
+    assert len({seeds.stream(0, n) for n in names}) == len(names)
