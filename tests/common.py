@@ -3,11 +3,21 @@
 import torch
 
 import vitpos
+from vitpos.spec import REGISTRY
 
 PATCH = 2
 GRIDS = [(3, 5), (5, 2), (1, 7)]
 PREFIXES = [0, 1, 5]
 ENCODINGS = [name for name in vitpos.list_encodings() if name != "native"]  # native stands for another one
+
+
+def variants(name):
+    """The spec of an encoding, and of each variant that it declares laws for, with those laws."""
+    cls = REGISTRY[name]
+    return {name: cls.laws} | {f"{name}({given})": laws for given, laws in cls.variants.items()}
+
+
+SPECS = {spec: laws for name in ENCODINGS for spec, laws in variants(name).items()}
 
 
 def tiny(pos, grid=(3, 5), prefix=0, heads=3, dim=36, depth=2, randomize=True, seed=0, **kwargs):

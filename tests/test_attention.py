@@ -4,10 +4,11 @@ import math
 
 import pytest
 import torch
-from common import ENCODINGS, GRIDS, PREFIXES, coordinates, images, randomize_, relative_change, tiny
+from common import ENCODINGS, GRIDS, PREFIXES, SPECS, coordinates, images, randomize_, relative_change, tiny
 
-from vitpos.attention import Signal, expand_angles, expand_bias, rotate
-from vitpos.encoding import Angles, OffsetTable, SeparableAngles
+from vitpos import positions
+from vitpos.attention import Signal, expand_angles, expand_bias
+from vitpos.encoding import Angles, Contextual, OffsetTable, PairBias, Rotations, SeparableAngles
 from vitpos.positions import Positions
 
 
@@ -15,12 +16,11 @@ def by_hand(model, x, grid, mistake=None):
     """Tokens after all blocks and the final norm: no batching over tokens, no structured signal, no padding."""
     cells = coordinates(grid)
     prefix = model.num_prefix_tokens
+    shared = list(model.position.shared.values())
     out = []
     for image in x:
-        patches = model.patch_embed(image[None]).flatten(1, -2)[0]
-        rows = list(patches)
-        encodings = {e.name: e for e in model.position.shared.values()}
-        for encoding in encodings.values():
+        rows = list(model.patch_embed(image[None]).flatten(1, -2)[0])
+        for encoding in shared:
             if "tokens" in encoding.sites():
                 table = (
                     [model.pos_embed[:, 0 if model.no_embed_class else prefix :]] if encoding.model_parameter else []
@@ -33,53 +33,84 @@ def by_hand(model, x, grid, mistake=None):
         tokens = torch.stack(before + rows)
         for layer, block in enumerate(model.blocks):
             own = model.position.layers[layer].values() if len(model.position.layers) else ()
-            active = [*encodings.values(), *own]
+            active = [*shared, *own]
             tokens = tokens + attention_by_hand(block.attn, block.norm1(tokens), cells, grid, prefix, active, mistake)
             tokens = tokens + block.mlp(block.norm2(tokens))
+            for encoding in active:
+                if "mix" in encoding.sites() and layer == 0:
+                    mixed = encoding.mix(tokens[None, prefix:], positions.grid(*grid, dtype=torch.float64))
+                    tokens = torch.cat([tokens[:prefix], mixed[0]])
         out.append(model.norm(tokens))
     return torch.stack(out)
 
 
 def attention_by_hand(attn, tokens, cells, grid, prefix, encodings, mistake):
-    width = attn.head_dim
+    width, count = attn.head_dim, len(tokens)
+    rotary = [e for e in encodings if "angles" in e.sites()]
+    angles = [[e.angles(Positions(cell.view(1, 1, 2), grid)) for cell in cells] for e in rotary]
+    pairs = {}
+    for a in range(count - prefix):
+        for b in range(count - prefix):
+            where = Positions(torch.stack([cells[a], cells[b]])[None], grid)
+            pairs[a, b] = [e.bias(where) for e in encodings if "bias" in e.sites()]
+    scale = math.prod(e.scale(positions.grid(*grid)) for e in encodings if "scale" in e.sites()) / math.sqrt(width)
     heads = []
     for h in range(attn.num_heads):
         q, k, v = (attn.qkv(tokens).view(-1, 3, attn.num_heads, width)[:, i, h] for i in range(3))
-        q, k = list(attn.q_norm(q)), list(attn.k_norm(k))
-        for encoding in encodings:
-            if "angles" not in encoding.sites():
-                continue
-            for n, cell in enumerate(cells):
-                angles = encoding.angles(Positions(cell.view(1, 1, 2), grid))
-                phase = angles.phase[0, h % angles.phase.shape[1], 0]
-                assert angles.layout == "interleaved"
-                for rows in (q, k):
-                    rows[prefix + n] = turn(rows[prefix + n], phase if mistake != "sign" or rows is q else -phase)
-        logits = torch.empty(len(q), len(k), dtype=torch.float64)
-        for a in range(len(q)):
-            for b in range(len(k)):
-                logits[a, b] = q[a] @ k[b] / math.sqrt(width)
-                if a < prefix or b < prefix:
-                    continue
-                for encoding in encodings:
-                    if "bias" in encoding.sites():
-                        pair = torch.stack([cells[a - prefix], cells[b - prefix]])
-                        bias = encoding.bias(Positions(pair[None], grid))
-                        first, second = (1, 0) if mistake == "sign" else (0, 1)
-                        logits[a, b] += bias[0, h % bias.shape[1], first, second]
+        q, k = attn.q_norm(q), attn.k_norm(k)
+        turned_q, turned_k = list(q), list(k)
+        for signals in angles:
+            for token in range(count):
+                at = signals[max(token - prefix, 0)]
+                turned_q[token] = turn(q[token], at, h, 0.0 if token < prefix else 1.0)
+                turned_k[token] = turn(k[token], at, h, 0.0 if token < prefix else -1.0 if mistake == "sign" else 1.0)
+        logits = torch.empty(count, count, dtype=torch.float64)
+        for a in range(count):
+            for b in range(count):
+                outside = a < prefix or b < prefix
+                plain = outside and any(signals[0].free_prefix for signals in angles)
+                logits[a, b] = scale * (q[a] @ k[b] if plain else turned_q[a] @ turned_k[b])
+                for bias in pairs[max(a - prefix, 0), max(b - prefix, 0)]:
+                    logits[a, b] += pair_bias(bias, h, a < prefix, b < prefix, scale * q[a], scale * k[b], mistake)
         heads.append(logits.softmax(-1) @ v)
     return attn.proj(attn.norm(torch.cat(heads, dim=-1)))
 
 
-def turn(row, phase):
-    """Complex multiplication of adjacent channel pairs."""
-    turned = torch.view_as_complex(row.view(-1, 2)) * torch.polar(torch.ones_like(phase), phase)
-    return torch.view_as_real(turned).flatten()
+def turn(row, signal, h, sign):
+    """One token's q or k, rotated pair by pair (or block by block); ``sign`` 0 leaves only the change of basis."""
+    if isinstance(signal, Rotations):
+        blocks = signal.matrix[0, h % signal.matrix.shape[1], 0]
+        parts = [block @ part for block, part in zip(blocks, row.view(len(blocks), -1))]
+        return torch.cat(parts) if sign else row
+    if signal.basis is not None:
+        row = signal.basis[h % len(signal.basis)] @ row
+    out = torch.empty_like(row)
+    half = len(row) // 2
+    for pair, angle in enumerate(signal.phase[0, h % signal.phase.shape[1], 0]):
+        first, second = (2 * pair, 2 * pair + 1) if signal.layout == "interleaved" else (pair, pair + half)
+        c, s = torch.cos(sign * angle), torch.sin(sign * angle)
+        out[first] = c * row[first] - s * row[second]
+        out[second] = s * row[first] + c * row[second]
+    return out
+
+
+def pair_bias(bias, h, query_is_prefix, key_is_prefix, q, k, mistake):
+    """The bias of one pair, from what an encoding says of two patches (the first is the query)."""
+    outside = query_is_prefix or key_is_prefix
+    if isinstance(bias, Contextual):
+        bucket = -1 if outside else bias.buckets[0, 0, 1]
+        parts = [(bias.on_q, q), (bias.on_k, k)]
+        return sum(vectors[h % len(vectors), bucket] @ row for vectors, row in parts if vectors is not None)
+    if outside:
+        case = {(True, False): 0, (False, True): 1, (True, True): 2}[query_is_prefix, key_is_prefix]
+        return 0.0 if bias.prefix is None else bias.prefix[h % len(bias.prefix), case]
+    first, second = (1, 0) if mistake == "sign" else (0, 1)
+    return bias.values[0, h % bias.values.shape[1], first, second]
 
 
 @pytest.mark.parametrize("prefix", PREFIXES)
 @pytest.mark.parametrize("grid", GRIDS)
-@pytest.mark.parametrize("name", [*ENCODINGS, "rope_axial + ape1d", "rope_mixed + rpb + ape2d"])
+@pytest.mark.parametrize("name", [*SPECS, "rope_axial + ape1d", "rope_mixed + rpb + ape2d"])
 def test_model_equals_attention_by_hand(name, grid, prefix):
     model = tiny(name, grid, prefix, heads=2, dim=24)
     x = images(grid)
@@ -109,7 +140,7 @@ def test_rotation_layouts(layout):
     """One pair at a quarter turn: (a, b) becomes (-b, a); the other pair stays."""
     phase = torch.tensor([math.pi / 2, 0.0], dtype=torch.float64).view(1, 1, 1, 2)
     x = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64).view(1, 1, 1, 4)
-    turned = rotate(x, expand_angles(Angles(phase, layout), prefix=0)).flatten()
+    turned = expand_angles(Angles(phase, layout), prefix=0)(x).flatten()
     expected = {"interleaved": [-2.0, 1.0, 3.0, 4.0], "half": [-3.0, 2.0, 1.0, 4.0]}[layout]
     torch.testing.assert_close(turned, torch.tensor(expected, dtype=torch.float64), atol=1e-12, rtol=0)
 
@@ -117,7 +148,7 @@ def test_rotation_layouts(layout):
 def test_rotation_leaves_prefix_tokens_bit_for_bit():
     x = torch.randn(2, 3, 5 + 4, 8)
     phase = torch.randn(1, 3, 4, 4)
-    turned = rotate(x, expand_angles(Angles(phase), prefix=5))
+    turned = expand_angles(Angles(phase), prefix=5)(x)
     assert torch.equal(turned[:, :, :5], x[:, :, :5])
     assert not torch.equal(turned[:, :, 5:], x[:, :, 5:])
     torch.testing.assert_close(turned.norm(dim=-1), x.norm(dim=-1))
@@ -135,7 +166,7 @@ def test_separable_angles_are_the_sum_of_their_parts():
 def test_offset_table_is_read_at_query_minus_key(grid):
     height, width = grid
     table = torch.arange(2.0 * (2 * height - 1) * (2 * width - 1)).view(2, 2 * height - 1, 2 * width - 1)
-    dense = expand_bias(OffsetTable(table))[0]
+    dense = expand_bias(OffsetTable(table), prefix=0)[0]
     cells = [(i, j) for i in range(height) for j in range(width)]
     for q, (qi, qj) in enumerate(cells):
         for k, (ki, kj) in enumerate(cells):
@@ -143,10 +174,10 @@ def test_offset_table_is_read_at_query_minus_key(grid):
 
 
 def test_bias_of_prefix_pairs_is_zero():
-    bias = torch.ones(1, 2, 3, 3)
+    bias = PairBias(torch.ones(1, 2, 3, 3))
     expanded = Signal(prefix=2, biases=(bias, bias)).expand().bias
     assert expanded.shape == (1, 2, 5, 5)
-    assert torch.equal(expanded[:, :, 2:, 2:], 2 * bias)
+    assert torch.equal(expanded[:, :, 2:, 2:], 2 * bias.values)
     assert expanded[:, :, :2].abs().sum() == expanded[:, :, :, :2].abs().sum() == 0
 
 

@@ -3,7 +3,7 @@ import json
 import pytest
 import timm
 import torch
-from common import ENCODINGS, images, tiny
+from common import SPECS, images, tiny
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -11,7 +11,7 @@ import vitpos
 from vitpos.spec import REGISTRY
 
 
-@pytest.mark.parametrize("name", [*ENCODINGS, "rope_mixed(theta=20.0) + ape1d", "rpb(std=0.1, resize='extrapolate')"])
+@pytest.mark.parametrize("name", [*SPECS, "rope_mixed(theta=20.0) + ape1d", "rpb(std=0.1, resize='extrapolate')"])
 def test_round_trip(name, tmp_path):
     model = tiny(name, (3, 5), 5).float()
     model.reset_classifier(4)

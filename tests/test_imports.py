@@ -24,6 +24,7 @@ ORDER = [
     "config",
     "training",
     "probes",
+    "evaluation",
     "cli",
 ]
 APART = {"stats": set(), "report": {"stats"}}  # numbers only: no model code

@@ -3,9 +3,10 @@ is seen to fail. Parameters are random, float64, on grids whose sides differ."""
 
 import pytest
 import torch
-from common import ENCODINGS, GRIDS, PATCH, PREFIXES, coordinates, images, relative_change, tiny
+from common import ENCODINGS, GRIDS, PATCH, PREFIXES, SPECS, coordinates, images, relative_change, tiny
 
-from vitpos.spec import REGISTRY, options
+from vitpos.encoding import NO_PREFIX
+from vitpos.spec import options
 
 HOLDS, FAILS = 1e-12, 1e-4
 
@@ -28,14 +29,13 @@ def change(law, name, grid, prefix):
     return relative_change(moved, plain)
 
 
-def holds(law, name, prefix):
-    laws = REGISTRY[name].laws
-    return law in laws or (prefix == 0 and f"{law} (no prefix)" in laws)
+def holds(law, spec, prefix):
+    return law in SPECS[spec] or (prefix == 0 and law + NO_PREFIX in SPECS[spec])
 
 
 @pytest.mark.parametrize("prefix", PREFIXES)
 @pytest.mark.parametrize("grid", GRIDS)
-@pytest.mark.parametrize("name", ENCODINGS)
+@pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("law", ["offset", "circular", "transpose"])
 def test_law(law, name, grid, prefix):
     measured = change(law, name, grid, prefix)
@@ -48,8 +48,9 @@ def test_law(law, name, grid, prefix):
 @pytest.mark.parametrize("name", ENCODINGS)
 def test_resize_policies(name):
     """``extrapolate`` does not see the extent; ``interpolate`` sees the same place of the image at the same place."""
-    choices = options(name)["resize"].annotation.__args__ if "resize" in options(name) else ()
     grid = (3, 5)
+    encoding = next(iter(tiny(name, grid, depth=1).position.encodings()))
+    choices = encoding.resize_choices() if "resize" in options(name) else ()
     x, here = images(grid), coordinates(grid)
     for policy in choices:
         model = tiny(f"{name}(resize={policy!r})", grid)

@@ -1,6 +1,6 @@
 """Attention with position: the one place that knows channel layout, prefix tokens, dtypes and kernels.
 
-Legend: B batch, T tokens = P prefix tokens (class, registers) followed by N patches, h heads, d width of a head.
+Legend: B batch, T tokens = P prefix tokens (class, registers) then N patches, h heads, d width of a head.
 """
 
 from __future__ import annotations
@@ -12,16 +12,44 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitpos.encoding import Angles, Bias, Layout, OffsetTable, SeparableAngles
+from vitpos.encoding import AnyAngles, Bias, Contextual, Layout, OffsetTable, PairBias, Rotations, SeparableAngles
 
 
 @dataclass(frozen=True)
-class Rotation:
-    """Cosines and sines [1 | B, 1 | h, T, d/2] of all tokens; those of prefix tokens are 1 and 0."""
+class PairRotation:
+    """Rotations of channel pairs: ``cos`` and ``sin`` [1 | B, 1 | h, T, d/2], 1 and 0 for prefix tokens."""
 
     cos: Tensor
     sin: Tensor
     layout: Layout
+    basis: Tensor | None
+    free_prefix: bool
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Rotate x [B, h, T, d]: computed in the rotation's precision, returned in x's dtype."""
+        precise = x.to(self.cos.dtype)
+        if self.basis is not None:
+            precise = precise @ self.basis.to(precise.dtype).mT
+        if self.layout == "interleaved":
+            first, second = precise.unflatten(-1, (-1, 2)).unbind(-1)
+        else:
+            first, second = precise.chunk(2, dim=-1)
+        turned = (first * self.cos - second * self.sin, first * self.sin + second * self.cos)
+        joined = torch.stack(turned, dim=-1).flatten(-2) if self.layout == "interleaved" else torch.cat(turned, dim=-1)
+        return joined.to(x.dtype)
+
+
+@dataclass(frozen=True)
+class BlockRotation:
+    """Rotations of blocks of channels: ``matrix`` [1 | B, 1 | h, T, d/b, b, b], the identity for prefix tokens."""
+
+    matrix: Tensor
+    free_prefix: bool
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Rotate x [B, h, T, d]: computed in the rotation's precision, returned in x's dtype."""
+        blocks = x.to(self.matrix.dtype).unflatten(-1, (-1, self.matrix.shape[-1], 1))
+        return (self.matrix @ blocks).flatten(-3).to(x.dtype)
 
 
 @dataclass(frozen=True)
@@ -31,82 +59,102 @@ class Signal:
     ``angles`` and ``biases`` are what encodings returned, for patches only. ``expand`` turns them into
     ``rotation`` and ``bias`` [1 | B, 1 | h, T, T] over all tokens; doing so early shares the work between
     layers, doing so inside a block keeps what it is given small (gradient checkpointing stores that).
-    ``mask`` is the caller's own attention mask: boolean (True: may attend) or added to the logits.
+    ``scale`` multiplies the logits of q and k. ``mask`` is the caller's own attention mask: boolean (True: may
+    attend) or added to the logits.
     """
 
     prefix: int = 0
-    angles: Angles | SeparableAngles | None = None
+    angles: AnyAngles | None = None
     biases: tuple[Bias, ...] = ()
-    rotation: Rotation | None = None
+    rotation: PairRotation | BlockRotation | None = None
     bias: Tensor | None = None
+    scale: float = 1.0
     mask: Tensor | None = None
 
     def expand(self) -> Signal:
-        """The same signal with nothing structured left in it."""
+        """The same signal with nothing structured left in it but biases that depend on content."""
         rotation, bias = self.rotation, self.bias
         if self.angles is not None:
             rotation = expand_angles(self.angles, self.prefix)
-        for patches in self.biases:
-            dense = F.pad(expand_bias(patches), (self.prefix, 0, self.prefix, 0))
-            bias = dense if bias is None else bias + dense
-        return replace(self, angles=None, biases=(), rotation=rotation, bias=bias)
+        for given in self.biases:
+            if not isinstance(given, Contextual):
+                dense = expand_bias(given, self.prefix)
+                bias = dense if bias is None else bias + dense
+        contextual = tuple(b for b in self.biases if isinstance(b, Contextual))
+        return replace(self, angles=None, biases=contextual, rotation=rotation, bias=bias)
 
     @property
     def empty(self) -> bool:
-        return self.angles is None and not self.biases and self.rotation is None and self.bias is None
+        """Whether there is nothing to tell."""
+        nothing = self.angles is None and self.rotation is None and self.bias is None and self.mask is None
+        return nothing and not self.biases and self.scale == 1.0
 
 
-def expand_angles(angles: Angles | SeparableAngles, prefix: int) -> Rotation:
-    """Cosines and sines of the angles of all patches, after ``prefix`` tokens that do not rotate."""
+def expand_angles(angles: AnyAngles, prefix: int) -> PairRotation | BlockRotation:
+    """The rotation of all tokens: prefix tokens turn by angle 0, so that their q and k stay bit for bit."""
+    if isinstance(angles, Rotations):
+        matrix = angles.matrix
+        identity = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+        before = identity.expand(*matrix.shape[:2], prefix, *matrix.shape[3:])
+        return BlockRotation(torch.cat([before, matrix], dim=2), angles.free_prefix)
     if isinstance(angles, SeparableAngles):
         phase = (angles.y.unsqueeze(-2) + angles.x.unsqueeze(-3)).flatten(-3, -2).unsqueeze(0)  # [1, 1 | h, N, d/2]
     else:
         phase = angles.phase
-    phase = F.pad(phase, (0, 0, prefix, 0))  # a prefix token has angle 0: its q and k stay bit for bit
-    return Rotation(phase.cos(), phase.sin(), angles.layout)
+    phase = F.pad(phase, (0, 0, prefix, 0))
+    return PairRotation(phase.cos(), phase.sin(), angles.layout, angles.basis, angles.free_prefix)
 
 
-def expand_bias(bias: Bias) -> Tensor:
-    """The bias of all patch pairs [1 | B, 1 | h, N, N]; an offset table is read without an index tensor."""
-    if not isinstance(bias, OffsetTable):
-        return bias
-    heads, rows, columns = bias.values.shape
-    height, width = (rows + 1) // 2, (columns + 1) // 2
-    # Window (a, b) of the table holds, at (k, l), the offset (a + k, b + l) - (H-1, W-1). Flipping the table's
-    # result along k and l makes that (a - k', b - l'): query minus key.
-    windows = bias.values.unfold(1, height, 1).unfold(2, width, 1)  # [1 | h, H, W, H, W]
-    dense = windows.flip(-2, -1).reshape(heads, height * width, height * width)
-    return dense.unsqueeze(0)
-
-
-def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """Rotate the channel pairs of x [B, h, T, d]; computed in the rotation's precision, returned in x's dtype."""
-    pairs = x.to(rotation.cos.dtype)
-    if rotation.layout == "interleaved":
-        first, second = pairs.unflatten(-1, (-1, 2)).unbind(-1)
+def expand_bias(bias: OffsetTable | PairBias, prefix: int) -> Tensor:
+    """The bias of all token pairs [1 | B, 1 | h, T, T]; an offset table is read without an index tensor."""
+    if isinstance(bias, OffsetTable):
+        heads, rows, columns = bias.values.shape
+        height, width = (rows + 1) // 2, (columns + 1) // 2
+        # Window (a, b) of the table holds at (k, l) the offset (a + k, b + l) - (H-1, W-1). Read backwards along
+        # k and l, that is (a - k', b - l') for the key (k', l'): query minus key.
+        windows = bias.values.unfold(1, height, 1).unfold(2, width, 1)  # [1 | h, H, W, H, W]
+        dense = windows.flip(-2, -1).reshape(1, heads, height * width, height * width)
     else:
-        first, second = pairs.chunk(2, dim=-1)
-    turned = (
-        first * rotation.cos - second * rotation.sin,
-        first * rotation.sin + second * rotation.cos,
+        dense = bias.values
+    if not prefix:
+        return dense
+    if bias.prefix is None:
+        return F.pad(dense, (prefix, 0, prefix, 0))
+    from_prefix, to_prefix, between = bias.prefix.to(dense.dtype)[None, :, :, None, None].unbind(2)  # [1, 1 | h, 1, 1]
+    batch, heads, count, _ = dense.shape
+    heads = max(heads, from_prefix.shape[1])
+    dense = dense.expand(-1, heads, -1, -1)
+    left = torch.cat(
+        [between.expand(batch, heads, prefix, prefix), to_prefix.expand(batch, heads, count, prefix)], dim=2
     )
-    together = torch.stack(turned, dim=-1).flatten(-2) if rotation.layout == "interleaved" else torch.cat(turned, -1)
-    return together.to(x.dtype)
+    right = torch.cat([from_prefix.expand(batch, heads, prefix, count), dense], dim=2)
+    return torch.cat([left, right], dim=3)
 
 
-def logit_bias(signal: Signal, is_causal: bool, q: Tensor) -> Tensor | None:
+def contextual_bias(bias: Contextual, prefix: int, q: Tensor, k: Tensor) -> Tensor:
+    """The bias [B, h, T, T] of q (already scaled) and k (likewise) against the vectors of each pair's bucket."""
+    vectors = bias.on_q if bias.on_q is not None else bias.on_k
+    if vectors is None:
+        raise TypeError("a contextual bias needs vectors for q, for k, or both")
+    buckets = F.pad(bias.buckets, (prefix, 0, prefix, 0), value=vectors.shape[1] - 1).unsqueeze(1)
+    buckets = buckets.expand(q.shape[0], q.shape[1], -1, -1)  # [B, h, T, T]
+    parts = []
+    if bias.on_q is not None:
+        parts.append((q @ bias.on_q.to(q.dtype).mT).gather(-1, buckets))
+    if bias.on_k is not None:
+        parts.append((k @ bias.on_k.to(k.dtype).mT).gather(-1, buckets.mT).mT)
+    return parts[0] if len(parts) == 1 else parts[0] + parts[1]
+
+
+def with_mask(bias: Tensor | None, mask: Tensor | None, is_causal: bool, q: Tensor) -> Tensor | None:
     """Position bias, caller's mask and causality as one tensor [1 | B, 1 | h, T, T] of q's dtype, or None."""
-    bias = None if signal.bias is None else signal.bias.to(q.dtype)
-    mask = signal.mask
+    bias = None if bias is None else bias.to(q.dtype)
     if is_causal:
         causal = q.new_ones(q.shape[-2], q.shape[-2], dtype=torch.bool).tril()
-        mask = (
-            causal
-            if mask is None
-            else mask & causal
-            if mask.dtype == torch.bool
-            else mask.masked_fill(~causal, -torch.inf)
-        )
+        if mask is None:
+            mask = causal
+        else:
+            mask = mask & causal if mask.dtype == torch.bool else mask.masked_fill(~causal, -torch.inf)
     if mask is None:
         return bias
     if mask.dtype == torch.bool:
@@ -124,18 +172,38 @@ class PositionedAttention:
 
         q, k, v = self.qkv(x).reshape(batch, tokens, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
         q, k = self.q_norm(q), self.k_norm(k)  # [B, h, T, d]
-        if signal.rotation is not None:
-            q, k = rotate(q, signal.rotation).to(v.dtype), rotate(k, signal.rotation).to(v.dtype)
-        bias = logit_bias(signal, is_causal, q)
+        if signal.scale != 1.0:
+            q = q * signal.scale
+        bias = signal.bias
+        for contextual in signal.biases:
+            scaled = contextual_bias(contextual, signal.prefix, q * self.scale, k * (self.scale * signal.scale))
+            bias = scaled if bias is None else bias + scaled
+        bias = with_mask(bias, signal.mask, is_causal, q)
 
-        if self.fused_attn:
-            dropout = self.attn_drop.p if self.training else 0.0
-            x = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout)
+        rotation, prefix = signal.rotation, signal.prefix
+        if rotation is None:
+            x = self._attend(q, k, v, bias)
+        elif not (rotation.free_prefix and prefix):
+            x = self._attend(rotation(q).to(v.dtype), rotation(k).to(v.dtype), v, bias)
         else:
-            logits = (q * self.scale) @ k.transpose(-2, -1)  # [B, h, T, T]
-            logits = logits if bias is None else logits + bias
-            x = self.attn_drop(logits.softmax(dim=-1)) @ v
+            # Patches see each other rotated, and prefix keys (zero here) through logits supplied as a bias.
+            to_prefix = self.scale * q[:, :, prefix:] @ k[:, :, :prefix].mT  # [B, h, N, P]
+            supplied = F.pad(to_prefix, (0, tokens - prefix))
+            patches_bias = supplied if bias is None else supplied + bias[..., prefix:, :]
+            rotated_k = F.pad(rotation(k)[:, :, prefix:], (0, 0, prefix, 0))
+            patches = self._attend(rotation(q)[:, :, prefix:].to(v.dtype), rotated_k.to(v.dtype), v, patches_bias)
+            before = self._attend(q[:, :, :prefix], k, v, None if bias is None else bias[..., :prefix, :])
+            x = torch.cat([before, patches], dim=2)
 
         x = self.norm(x.transpose(1, 2).reshape(batch, tokens, self.attn_dim))
         x = x if gate is None else x * gate
         return self.proj_drop(self.proj(x))
+
+    def _attend(self: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
+        """Softmax attention [B, h, queries, d] by the fused kernel or written out, as timm's switch says."""
+        if self.fused_attn:
+            dropout = self.attn_drop.p if self.training else 0.0
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout)
+        logits = (q * self.scale) @ k.transpose(-2, -1)
+        logits = logits if bias is None else logits + bias
+        return self.attn_drop(logits.softmax(dim=-1)) @ v

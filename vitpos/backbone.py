@@ -128,11 +128,13 @@ class PositionMixin:
             signal = self.position.signal(layer, pos, shared)
             if attn_mask is not None:
                 signal = replace(signal, mask=attn_mask)
-            told = None if signal.empty and attn_mask is None else signal
+            told = None if signal.empty else signal
             if self.grad_checkpointing and torch.is_grad_enabled():
                 x = checkpoint(block, x, told, is_causal, use_reentrant=False)
             else:
                 x = block(x, attn_mask=told, is_causal=is_causal)
+            if layer == 0:
+                x = self.position.mix(x, pos, self.num_prefix_tokens)
             if layer in take:
                 taken.append(x)
         return x, taken

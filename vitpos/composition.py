@@ -17,10 +17,9 @@ from vitpos.spec import Spec, Term, lookup
 
 def check_combination(spec: Spec) -> None:
     """ValueError, with the reason, for encodings that make no sense together."""
-    for control in ("none", "native"):
-        if control in spec.names and len(spec.names) > 1 and control == "none":
-            others = " + ".join(n for n in spec.names if n != "none")
-            raise ValueError(f"none means no position at all, so it combines with nothing; write {others!r}")
+    if "none" in spec.names and len(spec.names) > 1:
+        others = " + ".join(n for n in spec.names if n != "none")
+        raise ValueError(f"none means no position at all, so it combines with nothing; write {others!r}")
     rotary = [name for name in spec.names if "angles" in lookup(name).sites()]
     if len(rotary) > 1:
         raise ValueError(
@@ -64,6 +63,13 @@ class Position(nn.Module):
                 total = vectors if total is None else total + vectors
         return total
 
+    def mix(self, x: Tensor, pos: Positions, prefix: int) -> Tensor:
+        """The tokens [B, T, D] after the first block, with their patches changed by encodings that mix them."""
+        for encoding in _encodings(self.shared):
+            if "mix" in encoding.sites():
+                x = torch.cat([x[:, :prefix], encoding.mix(x[:, prefix:], pos)], dim=1)
+        return x
+
     def shared_signal(self, pos: Positions, prefix: int) -> Signal:
         """The part of the signal that is the same in every layer, expanded once."""
         with _full_precision(pos):
@@ -91,6 +97,8 @@ def _signal(signal: Signal, encodings: nn.Module, pos: Positions) -> Signal:
             signal = replace(signal, angles=encoding.angles(pos))
         if "bias" in encoding.sites():
             signal = replace(signal, biases=(*signal.biases, encoding.bias(pos)))
+        if "scale" in encoding.sites():
+            signal = replace(signal, scale=signal.scale * encoding.scale(pos))
     return signal
 
 

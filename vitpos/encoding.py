@@ -1,14 +1,17 @@
-"""The interface of an encoding: coordinates in, data out, at three sites.
+"""The interface of an encoding: coordinates in, data out.
 
 An encoding sees ``Positions`` (coordinates and the extent of the grid they come from) and never timm, pixels
-or a token count. It overrides one or more of
+or a token count. It overrides one or more sites,
 
 - ``tokens``: vectors added once to the patch tokens, after patch embedding;
+- ``mix``: the patch tokens themselves, once, after the first block;
 - ``angles``: q and k are rotated by them;
 - ``bias``: added to the attention logits;
+- ``scale``: a factor on the logits of q and k;
 
 and ``attention.py`` applies what it returns. A site that is not overridden costs nothing. Values may be
-structured (``SeparableAngles``, ``OffsetTable``), so that nothing of size N x N exists before it is needed.
+structured (``SeparableAngles``, ``OffsetTable``, ``Contextual``), so that nothing of size N x N exists before it
+is needed.
 
 Legend: B batch, N patches, H rows, W columns, D width of the model, h heads, d width of a head.
 Sign of an offset, everywhere: query minus key.
@@ -17,8 +20,9 @@ Sign of an offset, everywhere: query minus key.
 from __future__ import annotations
 
 import typing
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -45,47 +49,90 @@ class Geometry:
 class Angles:
     """Rotation angles ``phase`` [1 | B, 1 | h, N, d/2] in radians, one a channel pair.
 
-    ``layout`` says which channels form a pair: (2k, 2k + 1) if interleaved, (k, k + d/2) if half.
+    ``layout`` says which channels form a pair: (2k, 2k + 1) if interleaved, (k, k + d/2) if half. An orthogonal
+    ``basis`` [1 | h, d, d], if given, is applied to q and k first: x becomes ``basis @ x``.
+    With ``free_prefix`` every logit that involves a class or register token uses unrotated q and k.
     """
 
     phase: Tensor
     layout: Layout = "interleaved"
+    basis: Tensor | None = None
+    free_prefix: bool = False
 
 
 @dataclass(frozen=True)
 class SeparableAngles:
-    """Angles on a full grid whose phase at (i, j) is ``y[i] + x[j]``: y [1 | h, H, d/2], x [1 | h, W, d/2]."""
+    """Angles on a full grid whose phase at (i, j) is ``y[i] + x[j]``: y [1 | h, H, d/2], x [1 | h, W, d/2].
+
+    The rest as in ``Angles``.
+    """
 
     y: Tensor
     x: Tensor
     layout: Layout = "interleaved"
+    basis: Tensor | None = None
+    free_prefix: bool = False
+
+
+@dataclass(frozen=True)
+class Rotations:
+    """Rotations by blocks of b adjacent channels: ``matrix`` [1 | B, 1 | h, N, d/b, b, b]; ``x`` becomes matrix @ x."""
+
+    matrix: Tensor
+    free_prefix: bool = False
 
 
 @dataclass(frozen=True)
 class OffsetTable:
     """A bias on a full grid that depends on the offset only: ``values`` [1 | h, 2H-1, 2W-1].
 
-    The pair of query (i, j) and key (k, l) gets ``values[:, i - k + H - 1, j - l + W - 1]``.
+    The pair of query (i, j) and key (k, l) gets ``values[:, i - k + H - 1, j - l + W - 1]``. ``prefix`` [1 | h, 3]
+    holds the bias of a prefix query to a patch, a patch to a prefix key, and of two prefix tokens; without it
+    they get 0.
     """
 
     values: Tensor
+    prefix: Tensor | None = None
 
 
-Bias = Tensor | OffsetTable  # a tensor is [1 | B, 1 | h, N, N]
+@dataclass(frozen=True)
+class PairBias:
+    """A bias of each patch pair: ``values`` [1 | B, 1 | h, N, N]; ``prefix`` as in ``OffsetTable``."""
+
+    values: Tensor
+    prefix: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Contextual:
+    """A bias that depends on content: s q_i . on_q[b_ij] + s k_j . on_k[b_ij], with s the logits' scale.
+
+    ``buckets`` [1 | B, N, N] (int64) holds b_ij; ``on_q`` and ``on_k`` [1 | h, buckets + 1, d], the last row for
+    pairs with a prefix token. q and k are taken before any rotation.
+    """
+
+    buckets: Tensor
+    on_q: Tensor | None = None
+    on_k: Tensor | None = None
+
+
+AnyAngles = Angles | SeparableAngles | Rotations
+Bias = OffsetTable | PairBias | Contextual
 
 LAWS = {
     "offset": "the same vector added to all coordinates changes nothing",
-    "offset (no prefix)": "as offset, but only without class and register tokens",
-    "circular": "moving the tokens circularly by whole patches changes nothing (mean pooling)",
+    "circular": "moving the tokens circularly by whole patches changes nothing",
     "transpose": "exchanging y and x of every coordinate changes nothing",
 }
+NO_PREFIX = " (no prefix)"  # after a law's name: it holds for models without class and register tokens
 
 
 class Encoding(nn.Module):
     """Base of all encodings. A subclass states ``summary``, ``paper``, ``laws`` and overrides its sites.
 
-    ``laws`` holds keys of ``LAWS``: what the model's output is exactly invariant to. The test suite confirms
-    each one that is declared and sees each one fail that is not.
+    ``laws`` holds keys of ``LAWS``, alone or followed by ``NO_PREFIX``: what the model's output is exactly
+    invariant to. ``variants`` maps options, written as in a spec, to the laws that hold under them. The test
+    suite confirms each law that is declared and sees each one fail that is not.
     ``per_layer`` says that every block has its own instance; otherwise one serves all, computed once a forward.
     ``version`` goes up when the same spec and weights would give other numbers.
     """
@@ -94,6 +141,7 @@ class Encoding(nn.Module):
     summary: ClassVar[str]
     paper: ClassVar[str]
     laws: ClassVar[frozenset[str]] = frozenset()
+    variants: ClassVar[dict[str, frozenset[str]]] = {}
     per_layer: ClassVar[bool] = False
     version: ClassVar[int] = 1
     model_parameter: ClassVar[str | None] = None  # a parameter that timm's own model holds, passed to ``tokens``
@@ -103,6 +151,11 @@ class Encoding(nn.Module):
         self.geometry = geometry
         self.resize = self.default_resize = resize
 
+    @classmethod
+    def resolve(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """Fill in options whose default depends on other options."""
+        return given
+
     def reset_parameters(self) -> None:
         """Draw the encoding's own weights anew from the global random state."""
 
@@ -110,23 +163,34 @@ class Encoding(nn.Module):
         """[1 | B, N, D], added to the patch tokens."""
         raise TypeError(f"{self.name} adds nothing to the tokens")
 
-    def angles(self, pos: Positions) -> Angles | SeparableAngles:
+    def mix(self, patches: Tensor, pos: Positions) -> Tensor:
+        """The patch tokens [B, N, D] after the first block, changed."""
+        raise TypeError(f"{self.name} does not mix the tokens")
+
+    def angles(self, pos: Positions) -> AnyAngles:
         """The angles by which q and k rotate."""
         raise TypeError(f"{self.name} does not rotate q and k")
 
     def bias(self, pos: Positions) -> Bias:
-        """What is added to the attention logits of patch pairs. Pairs with a prefix token get 0."""
+        """What is added to the attention logits."""
         raise TypeError(f"{self.name} has no attention bias")
+
+    def scale(self, pos: Positions) -> float:
+        """The factor on the logits of q and k, beside 1 / sqrt(d)."""
+        raise TypeError(f"{self.name} does not scale the logits")
 
     @classmethod
     def sites(cls) -> tuple[str, ...]:
-        """The sites at which this encoding acts: some of tokens, angles, bias."""
-        return tuple(s for s in ("tokens", "angles", "bias") if getattr(cls, s) is not getattr(Encoding, s))
+        """The sites at which this encoding acts."""
+        every = ("tokens", "mix", "angles", "bias", "scale")
+        return tuple(site for site in every if getattr(cls, site) is not getattr(Encoding, site))
 
     def resize_choices(self) -> tuple[str, ...]:
         """The resize policies that this encoding offers."""
         option = options(self.name).get("resize")
-        return typing.get_args(option.annotation) if option else (self.default_resize,) if self.default_resize else ()
+        if option is None:
+            return (self.default_resize,) if self.default_resize else ()
+        return tuple(c for kind in option.kinds for c in typing.get_args(kind))
 
     def placed(self, pos: Positions) -> Tensor:
         """The coordinates [1 | B, N, 2] under the resize policy in force."""
@@ -135,60 +199,101 @@ class Encoding(nn.Module):
         return pos.coords
 
     def extra_repr(self) -> str:
-        return ", ".join(f"{k}={v!r}" for k, v in vars(self).items() if isinstance(v, (str, int, float)))
+        return ", ".join(f"{k}={v!r}" for k, v in vars(self).items() if isinstance(v, (str, float)))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Encoding:
+        """Move and cast as any module, but never below float32: positions and phases do not survive bfloat16."""
+
+        def careful(tensor: Tensor) -> Tensor:
+            out = fn(tensor)
+            if not (out.is_floating_point() and out.dtype.itemsize < 4):
+                return out
+            return tensor.to(out.device, torch.promote_types(tensor.dtype, torch.float32))
+
+        return super()._apply(careful, recurse)
 
 
-class LinearRotary(Encoding):
+class Rotary(Encoding):
+    """Encodings that rotate q and k. ``free_prefix``: see ``Angles``; it costs a second attention call."""
+
+    def __init__(self, geometry: Geometry, *, resize: str | None = None, free_prefix: bool = False) -> None:
+        super().__init__(geometry, resize=resize)
+        self.free_prefix = free_prefix
+
+
+class LinearRotary(Rotary):
     """Rotary encodings whose phase is linear in the coordinates: phase = f_y y + f_x x.
 
     A subclass gives ``frequencies``. Because y and x enter apart, a full grid needs H + W sines, not H W.
     """
 
     layout: ClassVar[Layout] = "interleaved"
+    pairs_multiple: ClassVar[int] = 4  # what the head width must be a multiple of
 
-    def __init__(self, geometry: Geometry, *, resize: str | None = None) -> None:
-        super().__init__(geometry, resize=resize)
-        require_multiple("head dimension (width / heads)", geometry.head_dim, 4, self.name)
+    def __init__(self, geometry: Geometry, *, resize: str | None = None, free_prefix: bool = False) -> None:
+        super().__init__(geometry, resize=resize, free_prefix=free_prefix)
+        require_multiple("head dimension (width / heads)", geometry.head_dim, self.pairs_multiple, self.name)
 
-    def frequencies(self, like: Tensor) -> Tensor:
-        """[1 | h, d/2, 2] in radians per patch, the last axis (y, x), on the device of ``like``."""
+    def frequencies(self, pos: Positions) -> Tensor:
+        """[1 | h, d/2, 2] in radians per unit of ``placed``, the last axis (y, x)."""
         raise TypeError(f"{type(self).__name__} must define frequencies")
 
-    def angles(self, pos: Positions) -> Angles | SeparableAngles:
-        frequencies = self.frequencies(pos.coords).to(pos.coords.dtype)
+    def basis(self) -> Tensor | None:
+        """An orthogonal change of basis [1 | h, d, d] before the rotation, or None."""
+        return None
+
+    def angles(self, pos: Positions) -> AnyAngles:
+        frequencies = self.frequencies(pos).to(pos.coords.dtype)
         coords = self.placed(pos)
+        rest = (self.layout, self.basis(), self.free_prefix)
         if not pos.full:
             phase = coords[:, None, :, None, :] * frequencies[:, None]  # [1 | B, 1 | h, N, d/2, 2]
-            return Angles(phase.sum(-1), self.layout)
+            return Angles(phase.sum(-1), *rest)
         height, width = pos.extent
         y = coords.view(height, width, 2)[:, 0, 0]  # [H]
         x = coords.view(height, width, 2)[0, :, 1]  # [W]
         frequencies_y, frequencies_x = frequencies.unsqueeze(1).unbind(-1)  # each [1 | h, 1, d/2]
-        return SeparableAngles(y[:, None] * frequencies_y, x[:, None] * frequencies_x, self.layout)
+        return SeparableAngles(y[:, None] * frequencies_y, x[:, None] * frequencies_x, *rest)
 
 
 class OffsetBias(Encoding):
-    """Biases that depend on the offset query minus key only. A subclass gives ``at``."""
+    """Biases that depend on the offset query minus key only. A subclass gives ``at``.
+
+    With ``wrap`` the image is a torus: each component of an offset is reduced to [-S/2, S/2) on the current grid.
+    """
+
+    def __init__(self, geometry: Geometry, *, resize: str | None = None, wrap: bool = False) -> None:
+        super().__init__(geometry, resize=resize)
+        self.wrap = wrap
 
     def at(self, offset: Tensor, extent: Extent) -> Tensor:
         """The bias [1 | h, ...] of each ``offset`` [..., 2] as (y, x), on a grid of ``extent``."""
         raise TypeError(f"{type(self).__name__} must define at")
 
+    def prefix_bias(self) -> Tensor | None:
+        """The bias [1 | h, 3] of pairs with a prefix token, as in ``OffsetTable``; None for 0."""
+        return None
+
     def placed_offset(self, offset: Tensor, extent: Extent) -> Tensor:
-        """Offsets [..., 2] under the resize policy in force."""
+        """Offsets [..., 2] reduced if they wrap, under the resize policy in force."""
+        if self.wrap:
+            side = offset.new_tensor(extent)
+            half = side.div(2, rounding_mode="floor")
+            offset = offset - side * ((offset + half) / side).floor()
         if self.resize == "interpolate":
-            return offset * offset.new_tensor(scale(extent, self.geometry.grid))
+            offset = offset * offset.new_tensor(scale(extent, self.geometry.grid))
         return offset
 
     def bias(self, pos: Positions) -> Bias:
         if not pos.full:
             offset = pos.coords.unsqueeze(2) - pos.coords.unsqueeze(1)  # [1 | B, N, N, 2]
-            return self.at(offset, pos.extent).transpose(0, 1)  # [1 | B, 1 | h, N, N]
+            return PairBias(self.at(offset, pos.extent).transpose(0, 1), self.prefix_bias())
         height, width = pos.extent
         like = pos.coords
         y = torch.arange(1 - height, height, device=like.device, dtype=like.dtype)
         x = torch.arange(1 - width, width, device=like.device, dtype=like.dtype)
-        return OffsetTable(self.at(torch.stack(torch.meshgrid(y, x, indexing="ij"), dim=-1), pos.extent))
+        offset = torch.stack(torch.meshgrid(y, x, indexing="ij"), dim=-1)  # [2H-1, 2W-1, 2]
+        return OffsetTable(self.at(offset, pos.extent), self.prefix_bias())
 
 
 def require_multiple(what: str, value: int, of: int, name: str) -> None:
@@ -197,6 +302,12 @@ def require_multiple(what: str, value: int, of: int, name: str) -> None:
         low = max(of, value // of * of)
         near = f"{low}" if low >= value else f"{low} or {low + of}"
         raise ValueError(f"{name} needs a {what} that is a multiple of {of}, got {value}; nearest: {near}")
+
+
+def require_at_least(what: str, value: float, least: float, name: str, *, strictly: bool = False) -> None:
+    """ValueError unless ``value`` is a finite number of at least (or above) ``least``."""
+    if not (least < value < float("inf") if strictly else least <= value < float("inf")):
+        raise ValueError(f"{name}: {what}={value!r} must be {'above' if strictly else 'at least'} {least}")
 
 
 def describe(name: str) -> str:
@@ -210,13 +321,21 @@ def describe(name: str) -> str:
         f"  acts on   {', '.join(cls.sites()) or 'nothing'}",
         f"  weights   {'one set a layer' if cls.per_layer else 'shared by all layers'}",
         *(f"  option    {_describe_option(option)}" for option in options(name).values()),
-        *(f"  law       {law}: {'holds' if law in cls.laws else 'does not hold'}; {LAWS[law]}" for law in LAWS),
-        f"  source    {cls.paper}",
+        *(f"  law       {law}: {law_state(cls.laws, law)}; {meaning}" for law, meaning in LAWS.items()),
     ]
-    return "\n".join(lines)
+    for given, laws in cls.variants.items():
+        lines.append(f"  variant   {given}: " + "; ".join(f"{law} {law_state(laws, law)}" for law in LAWS))
+    return "\n".join([*lines, f"  source    {cls.paper}"])
+
+
+def law_state(laws: frozenset[str], law: str) -> str:
+    """In words, whether ``law`` is among ``laws``."""
+    if law in laws:
+        return "holds"
+    return "holds without class and register tokens" if law + NO_PREFIX in laws else "does not hold"
 
 
 def _describe_option(option: Option) -> str:
-    choices = typing.get_args(option.annotation)
-    kind = " | ".join(map(repr, choices)) if choices else option.annotation.__name__
-    return f"{option.name}={option.default!r}  ({kind})"
+    words = [repr(choice) for kind in option.kinds for choice in typing.get_args(kind)]
+    words += ["None" if kind is type(None) else kind.__name__ for kind in option.kinds if not typing.get_args(kind)]
+    return f"{option.name}={option.default!r}  ({' | '.join(words)})"

@@ -65,9 +65,15 @@ class Option:
     annotation: Any
     default: Any
 
+    @property
+    def kinds(self) -> tuple[Any, ...]:
+        """The alternatives of the annotation: types and Literals."""
+        is_union = typing.get_origin(self.annotation) in (typing.Union, types.UnionType)
+        return typing.get_args(self.annotation) if is_union else (self.annotation,)
+
     def check(self, value: Any, owner: str) -> Any:
         """``value`` if it has the option's type (an int where a float is wanted becomes one), else TypeError."""
-        for kind in _alternatives(self.annotation):
+        for kind in self.kinds:
             if typing.get_origin(kind) is typing.Literal:
                 if any(value == choice and type(value) is type(choice) for choice in typing.get_args(kind)):
                     return value
@@ -75,19 +81,14 @@ class Option:
                 return float(value)
             elif type(value) is kind:
                 return value
-        choices = [str(c) for k in _alternatives(self.annotation) for c in typing.get_args(k)]
+        choices = [str(c) for kind in self.kinds for c in typing.get_args(kind)]
         if choices:
             hint = nearest(value, choices) if isinstance(value, str) else f"known: {', '.join(choices)}"
             raise ValueError(f"{owner}: {self.name}={value!r} is not a choice; {hint}")
-        wanted = " or ".join("None" if k is type(None) else k.__name__ for k in _alternatives(self.annotation))
+        wanted = " or ".join("None" if k is type(None) else k.__name__ for k in self.kinds)
         raise TypeError(
             f"{owner}: {self.name}={value!r} is {type(value).__name__}, expected {wanted} (default {self.default!r})"
         )
-
-
-def _alternatives(annotation: Any) -> tuple[Any, ...]:
-    is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
-    return typing.get_args(annotation) if is_union else (annotation,)
 
 
 def options(name: str) -> dict[str, Option]:
@@ -115,7 +116,8 @@ class Term:
         for key in given:
             if key not in known:
                 raise ValueError(f"{name} has no option {key!r}; {nearest(key, known)}")
-        return cls(name, tuple((key, opt.check(given.get(key, opt.default), name)) for key, opt in known.items()))
+        checked = {key: option.check(given.get(key, option.default), name) for key, option in known.items()}
+        return cls(name, tuple(_dependent_defaults(name, checked).items()))
 
     def _format(self, pairs: Iterable[tuple[str, Any]]) -> str:
         inside = ", ".join(f"{key}={value!r}" for key, value in pairs)
@@ -123,12 +125,23 @@ class Term:
 
     def __str__(self) -> str:
         known = options(self.name)
-        return self._format((k, v) for k, v in self.options if v != known[k].default)
+
+        def is_default(key: str, value: Any) -> bool:
+            without = _dependent_defaults(self.name, {**dict(self.options), key: known[key].default})
+            return without[key] == value
+
+        return self._format((k, v) for k, v in self.options if not is_default(k, v))
 
     @property
     def resolved(self) -> str:
         """The term with every option written out."""
         return self._format(self.options)
+
+
+def _dependent_defaults(name: str, values: dict[str, Any]) -> dict[str, Any]:
+    """Fill in the options whose default depends on other options (the class method ``resolve`` knows)."""
+    resolve = getattr(lookup(name), "resolve", None)
+    return resolve(values) if resolve else values
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import sys
 
-from vitpos.encoding import LAWS, describe
+from vitpos.encoding import LAWS, describe, law_state
 from vitpos.spec import REGISTRY, list_encodings, parse
 
 
@@ -11,11 +11,10 @@ def overview() -> str:
     rows = ["| encoding | what it is | acts on | weights | exactly invariant to | source |", "| --- " * 6 + "|"]
     for name in list_encodings():
         cls = REGISTRY[name]
-        laws = [
-            law for law in LAWS if law in cls.laws and not (law.endswith("(no prefix)") and law.split()[0] in cls.laws)
-        ]
+        laws = [f"{law} {law_state(cls.laws, law)}" for law in LAWS if law_state(cls.laws, law) != "does not hold"]
+        laws += [f"with `{given}`: {', '.join(sorted(own))}" for given, own in cls.variants.items()]
         weights = "one set a layer" if cls.per_layer else "shared"
-        cells = [f"`{parse(name).resolved}`", cls.summary, ", ".join(cls.sites()), weights, ", ".join(laws), cls.paper]
+        cells = [f"`{parse(name).resolved}`", cls.summary, ", ".join(cls.sites()), weights, "; ".join(laws), cls.paper]
         rows.append("| " + " | ".join(cell or "-" for cell in cells) + " |")
     meaning = [f"- **{law}**: {text}" for law, text in LAWS.items()]
     return "\n".join([*rows, "", *meaning])

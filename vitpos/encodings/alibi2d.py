@@ -29,7 +29,7 @@ class Alibi2d(OffsetBias):
     """Logit of (query, key) += -m_h |query - key|, the Euclidean distance in patches; nothing is learned.
 
     The slopes m_h are those of ALiBi; pairs with a prefix token get 0. ``resize``: distances run on, or are
-    scaled into the training grid.
+    scaled into the training grid. With ``wrap`` they are the shorter way around the sides of the grid.
 
     One head has slope 1/256; the offset (3, 4) lies at distance 5:
 
@@ -40,10 +40,17 @@ class Alibi2d(OffsetBias):
 
     summary = "logits fall linearly with the Euclidean distance between query and key, one slope a head"
     paper = "Fuller et al. 2023 (CROMA), arXiv:2311.00566, section 3; slopes: Press et al. 2022, arXiv:2108.12409"
-    laws = frozenset({"offset", "offset (no prefix)", "transpose"})
+    laws = frozenset({"offset", "transpose"})
+    variants = {"wrap=True": frozenset({"offset", "circular", "transpose"})}
 
-    def __init__(self, geometry: Geometry, *, resize: Literal["extrapolate", "interpolate"] = "extrapolate") -> None:
-        super().__init__(geometry, resize=resize)
+    def __init__(
+        self,
+        geometry: Geometry,
+        *,
+        resize: Literal["extrapolate", "interpolate"] = "extrapolate",
+        wrap: bool = False,
+    ) -> None:
+        super().__init__(geometry, resize=resize, wrap=wrap)
 
     def at(self, offset: Tensor, extent: Extent) -> Tensor:
         distance = torch.linalg.vector_norm(self.placed_offset(offset, extent), dim=-1)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from vitpos.encoding import Encoding, Geometry
+from vitpos.encoding import Encoding, Geometry, require_at_least
 from vitpos.positions import Positions, into, resample_plane, sample_plane
 from vitpos.spec import register
 
@@ -33,6 +33,7 @@ class Ape1d(Encoding):
 
     def __init__(self, geometry: Geometry, *, std: float = 0.02) -> None:
         super().__init__(geometry, resize="interpolate")
+        require_at_least("std", std, 0, self.name)
         self.std = std
         height, width = geometry.grid
         self.table: nn.Parameter | None = nn.Parameter(torch.empty(1, height * width, geometry.dim))

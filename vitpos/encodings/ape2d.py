@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from vitpos.encoding import Encoding, Geometry
+from vitpos.encoding import Encoding, Geometry, require_at_least
 from vitpos.positions import Positions, into, sample_line
 from vitpos.spec import register
 
@@ -28,6 +28,7 @@ class Ape2d(Encoding):
 
     def __init__(self, geometry: Geometry, *, std: float = 0.02) -> None:
         super().__init__(geometry, resize="interpolate")
+        require_at_least("std", std, 0, self.name)
         self.std = std
         self.rows = nn.Parameter(torch.empty(geometry.grid[0], geometry.dim))
         self.columns = nn.Parameter(torch.empty(geometry.grid[1], geometry.dim))

@@ -1,12 +1,13 @@
 """Two-dimensional rotary embedding with learned frequencies that mix the axes."""
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from vitpos.encoding import Geometry, LinearRotary
+from vitpos.encoding import NO_PREFIX, Geometry, LinearRotary, require_at_least
+from vitpos.positions import Positions
 from vitpos.spec import register
 
 
@@ -15,10 +16,14 @@ class RopeMixed(LinearRotary):
     """Channel pair k rotates by y f_y + x f_x with learned frequencies, one set a layer and head.
 
     They start with magnitudes theta^(-4k/d), k = 0 .. d/4 - 1: the first half of the pairs in a direction drawn
-    per layer and head, the second half at a right angle to it. Pairs are interleaved channels. ``resize`` as in
-    ``rope_axial``. Class and register tokens are not rotated.
+    per layer and head, the second half at a right angle to it. Pairs are interleaved channels. ``resize`` and
+    ``free_prefix`` as in ``rope_axial``; class and register tokens are not rotated.
 
-    >>> from vitpos.positions import Positions
+    With ``wrap`` the image is a torus: frequencies are whole cycles around a side. The learned weights are then
+    cycles, rounded to integers with a straight-through gradient; they start with magnitudes K^(1 - k/(d/4 - 1)),
+    K = max(1, S // 2) of the training grid's longer side S. On another grid the number of cycles is kept
+    (``interpolate``, then the default) or grows with the side (``extrapolate``).
+
     >>> encoding = RopeMixed(Geometry(dim=4, heads=1, head_dim=4, depth=1, grid=(4, 4)))
     >>> _ = encoding.weight.data.copy_(torch.tensor([[[10.0, 1.0], [0.0, 0.5]]]))  # [head, pair, (y, x)]
     >>> pos = Positions(torch.tensor([[[2.0, 3.0]]]), extent=(4, 4))
@@ -28,7 +33,12 @@ class RopeMixed(LinearRotary):
 
     summary = "q and k rotate by learned mixtures of row and column, per layer and head"
     paper = "Heo et al. 2024, Rotary Position Embedding for Vision Transformer, arXiv:2403.13298, eq. 8-9"
-    laws = frozenset({"offset (no prefix)"})
+    laws = frozenset({"offset" + NO_PREFIX})
+    variants = {
+        "free_prefix=True": frozenset({"offset"}),
+        "wrap=True": frozenset({"offset" + NO_PREFIX, "circular" + NO_PREFIX}),
+        "wrap=True, free_prefix=True": frozenset({"offset", "circular"}),
+    }
     per_layer = True
 
     def __init__(
@@ -36,20 +46,42 @@ class RopeMixed(LinearRotary):
         geometry: Geometry,
         *,
         theta: float = 10.0,
-        resize: Literal["extrapolate", "interpolate"] = "extrapolate",
+        resize: Literal["extrapolate", "interpolate"] | None = None,
+        wrap: bool = False,
+        free_prefix: bool = False,
     ) -> None:
-        super().__init__(geometry, resize=resize)
+        super().__init__(geometry, resize=resize, free_prefix=free_prefix)
+        require_at_least("theta", theta, 0, self.name, strictly=True)
         self.theta = theta
+        self.wrap = wrap
         self.weight = nn.Parameter(torch.empty(geometry.heads, geometry.head_dim // 2, 2))
         self.reset_parameters()
 
+    @classmethod
+    def resolve(cls, given: dict[str, Any]) -> dict[str, Any]:
+        return {**given, "resize": given["resize"] or ("interpolate" if given["wrap"] else "extrapolate")}
+
     def reset_parameters(self) -> None:
-        d = self.geometry.head_dim
-        magnitude = self.weight.new_tensor([self.theta ** (-4 * k / d) for k in range(d // 4)])
+        quarter = self.geometry.head_dim // 4
+        if self.wrap:
+            most = max(1, max(self.geometry.grid) // 2)
+            magnitude = [most ** (1 - k / max(quarter - 1, 1)) for k in range(quarter)]
+        else:
+            magnitude = [self.theta ** (-k / quarter) for k in range(quarter)]
         with torch.no_grad():
             direction = 2 * math.pi * torch.rand(self.geometry.heads, 1, device=self.weight.device)
-            phi = torch.cat([direction.expand(-1, d // 4), direction.expand(-1, d // 4) + math.pi / 2], dim=-1)
-            self.weight.copy_(torch.stack([phi.sin(), phi.cos()], dim=-1) * magnitude.repeat(2).unsqueeze(-1))
+            phi = torch.cat([direction.expand(-1, quarter), direction.expand(-1, quarter) + math.pi / 2], dim=-1)
+            self.weight.copy_(torch.stack([phi.sin(), phi.cos()], dim=-1) * phi.new_tensor(magnitude * 2).unsqueeze(-1))
 
-    def frequencies(self, like: Tensor) -> Tensor:
-        return self.weight
+    def placed(self, pos: Positions) -> Tensor:
+        return pos.coords if self.wrap else super().placed(pos)
+
+    def frequencies(self, pos: Positions) -> Tensor:
+        if not self.wrap:
+            return self.weight
+        cycles = self.weight.to(pos.coords.dtype)
+        side = cycles.new_tensor(pos.extent)
+        if self.resize == "extrapolate":
+            cycles = cycles * side / cycles.new_tensor(self.geometry.grid)
+        cycles = cycles + (cycles.round() - cycles).detach()
+        return 2 * math.pi * cycles / side

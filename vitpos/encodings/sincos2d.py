@@ -5,7 +5,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from vitpos.encoding import Encoding, Geometry, require_multiple
+from vitpos.encoding import Encoding, Geometry, require_at_least, require_multiple
 from vitpos.positions import Positions
 from vitpos.spec import register
 
@@ -40,6 +40,7 @@ class SinCos2d(Encoding):
     ) -> None:
         super().__init__(geometry, resize=resize)
         require_multiple("model width", geometry.dim, 4, self.name)
+        require_at_least("temperature", temperature, 0, self.name, strictly=True)
         self.temperature = temperature
         self.layout = layout
 
