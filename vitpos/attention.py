@@ -57,7 +57,7 @@ class Signal:
     """What one block's attention is told about position: an argument of the block, stored on no module.
 
     ``angles`` and ``biases`` are what encodings returned, for patches only. ``expand`` turns them into
-    ``rotation`` and ``bias`` [1 | B, 1 | h, T, T] over all tokens; doing so early shares the work between
+    ``rotation``, ``bias`` [1 | B, 1 | h, T, T] over all tokens and ``contextual``; doing so early shares the work between
     layers, doing so inside a block keeps what it is given small (gradient checkpointing stores that).
     ``scale`` multiplies the logits of q and k. ``mask`` is the caller's own attention mask: boolean (True: may
     attend) or added to the logits.
@@ -66,28 +66,30 @@ class Signal:
     prefix: int = 0
     angles: AnyAngles | None = None
     biases: tuple[Bias, ...] = ()
+    contextual: tuple[Contextual, ...] = ()
     rotation: PairRotation | BlockRotation | None = None
     bias: Tensor | None = None
     scale: float = 1.0
     mask: Tensor | None = None
 
     def expand(self) -> Signal:
-        """The same signal with nothing structured left in it but biases that depend on content."""
-        rotation, bias = self.rotation, self.bias
+        """The same signal with ``angles`` and ``biases`` turned into what attention applies."""
+        rotation, bias, contextual = self.rotation, self.bias, self.contextual
         if self.angles is not None:
             rotation = expand_angles(self.angles, self.prefix)
         for given in self.biases:
-            if not isinstance(given, Contextual):
+            if isinstance(given, Contextual):
+                contextual = (*contextual, given)
+            else:
                 dense = expand_bias(given, self.prefix)
                 bias = dense if bias is None else bias + dense
-        contextual = tuple(b for b in self.biases if isinstance(b, Contextual))
-        return replace(self, angles=None, biases=contextual, rotation=rotation, bias=bias)
+        return replace(self, angles=None, biases=(), contextual=contextual, rotation=rotation, bias=bias)
 
     @property
     def empty(self) -> bool:
         """Whether there is nothing to tell."""
         nothing = self.angles is None and self.rotation is None and self.bias is None and self.mask is None
-        return nothing and not self.biases and self.scale == 1.0
+        return nothing and not self.biases and not self.contextual and self.scale == 1.0
 
 
 def expand_angles(angles: AnyAngles, prefix: int) -> PairRotation | BlockRotation:
@@ -175,7 +177,7 @@ class PositionedAttention:
         if signal.scale != 1.0:
             q = q * signal.scale
         bias = signal.bias
-        for contextual in signal.biases:
+        for contextual in signal.contextual:
             scaled = contextual_bias(contextual, signal.prefix, q * self.scale, k * (self.scale * signal.scale))
             bias = scaled if bias is None else bias + scaled
         bias = with_mask(bias, signal.mask, is_causal, q)
