@@ -57,8 +57,8 @@ class Signal:
     """What one block's attention is told about position: an argument of the block, stored on no module.
 
     ``angles`` and ``biases`` are what encodings returned, for patches only. ``expand`` turns them into
-    ``rotation``, ``bias`` [1 | B, 1 | h, T, T] over all tokens and ``contextual``; doing so early shares the work between
-    layers, doing so inside a block keeps what it is given small (gradient checkpointing stores that).
+    ``rotation``, ``bias`` [1 | B, 1 | h, T, T] over all tokens and ``contextual``. Doing so early shares the work
+    between layers; doing so inside a block keeps what it is given small (gradient checkpointing stores that).
     ``scale`` multiplies the logits of q and k. ``mask`` is the caller's own attention mask: boolean (True: may
     attend) or added to the logits.
     """
