@@ -37,7 +37,13 @@ def start(cfg: TrainConfig) -> Accelerator:
     """Threads, device, precision and the process group (under torchrun), as the configuration asks."""
     if cfg.threads is not None:
         torch.set_num_threads(cfg.threads)
-    return Accelerator(mixed_precision=cfg.precision, cpu=cfg.cpu)
+    # without an accelerator Accelerate joins torchrun's processes only when told to use the CPU
+    accelerator = Accelerator(mixed_precision=cfg.precision, cpu=cfg.cpu or not torch.accelerator.is_available())
+    if accelerator.num_processes != int(os.environ.get("WORLD_SIZE", "1")):
+        raise ValueError(
+            f"torchrun started {os.environ['WORLD_SIZE']} processes, {accelerator.num_processes} work together"
+        )
+    return accelerator
 
 
 def create_model(run: RunConfig, info: data.Info) -> nn.Module:
