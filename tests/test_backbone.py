@@ -199,14 +199,6 @@ def test_head_width_that_rotary_cannot_serve(pos):
     assert plain.pos_embed is not None
 
 
-@pytest.mark.parametrize(
-    ("pos", "why"), [("none + rope_axial", "combines with nothing"), ("rope_axial + rope_mixed", "both rotate")]
-)
-def test_combinations_that_make_no_sense(pos, why):
-    with pytest.raises(ValueError, match=why):
-        tiny(pos)
-
-
 @pytest.mark.parametrize("name", ENCODINGS)
 def test_copies_are_their_own(name, tmp_path):
     model = tiny(name, prefix=1)

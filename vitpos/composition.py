@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import cast
@@ -15,17 +16,26 @@ from vitpos.positions import Positions
 from vitpos.spec import Spec, Term, lookup
 
 
+def why_not(first: str, second: str) -> str | None:
+    """The reason why two encodings make no sense together, or None if they combine."""
+    if first == second:
+        return f"{first} is named twice; each encoding can be used once"
+    if "none" in (first, second):
+        other = second if first == "none" else first
+        return f"none means no position at all, so it combines with nothing; write {other!r}"
+    if all("angles" in lookup(name).sites() for name in (first, second)):
+        return (
+            f"{first} and {second} both rotate q and k; two rotations of the same channels are one other rotation, "
+            "not both: use one"
+        )
+    return None
+
+
 def check_combination(spec: Spec) -> None:
     """ValueError, with the reason, for encodings that make no sense together."""
-    if "none" in spec.names and len(spec.names) > 1:
-        others = " + ".join(n for n in spec.names if n != "none")
-        raise ValueError(f"none means no position at all, so it combines with nothing; write {others!r}")
-    rotary = [name for name in spec.names if "angles" in lookup(name).sites()]
-    if len(rotary) > 1:
-        raise ValueError(
-            f"{' and '.join(rotary)} both rotate q and k; two rotations of the same channels are one other "
-            "rotation, not both: use one"
-        )
+    for first, second in itertools.combinations(spec.names, 2):
+        if reason := why_not(first, second):
+            raise ValueError(reason)
 
 
 class Position(nn.Module):

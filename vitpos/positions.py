@@ -6,6 +6,7 @@ Legend: B batch, N patches, H rows, W columns, D channels.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -75,6 +76,52 @@ def into(coords: Tensor, extent: Extent, reference: Extent) -> Tensor:
     """
     factor = coords.new_tensor(scale(extent, reference))
     return (coords + 0.5) * factor - 0.5
+
+
+def augment(
+    pos: Positions,
+    *,
+    shift: float = 0.0,
+    stretch: float = 1.0,
+    rescale: float = 1.0,
+    jitter: float = 0.0,
+    samples: int = 1,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Coordinates [samples, N, 2] for training, drawn anew at each call: one mechanism for every encoding.
+
+    In coordinates that run from -1 to 1 over the image, in this order: both axes move by U(-shift, shift), are
+    multiplied by a log-uniform factor in [1 / stretch, stretch] each and by one in [1 / rescale, rescale] together
+    (DINOv3, arXiv:2508.10104); then each patch moves by a normal of standard deviation ``jitter`` patches, clamped
+    to half a patch (ComRoPE, arXiv:2506.03737). One draw for a whole batch (``samples=1``) is the default; with a
+    draw per sample, a bias takes memory B x heads x N x N instead of heads x N x N.
+
+    >>> pos = grid(1, 2)
+    >>> augment(pos).tolist()
+    [[[0.0, 0.0], [0.0, 1.0]]]
+    """
+    for name, value, least in (
+        ("shift", shift, 0),
+        ("jitter", jitter, 0),
+        ("stretch", stretch, 1),
+        ("rescale", rescale, 1),
+    ):
+        if not least <= value < float("inf"):
+            raise ValueError(f"coordinate augmentation: {name}={value!r} must be at least {least}")
+    coords = pos.coords
+    device = generator.device if generator is not None else coords.device
+
+    def uniform(*shape: int) -> Tensor:
+        drawn = 2 * torch.rand(*shape, generator=generator, device=device, dtype=coords.dtype) - 1
+        return drawn.to(coords.device)
+
+    side = coords.new_tensor(pos.extent)
+    unit = 2 * (coords + 0.5) / side - 1
+    unit = unit + shift * uniform(samples, 1, 2)
+    unit = unit * (math.log(stretch) * uniform(samples, 1, 2)).exp()
+    unit = unit * (math.log(rescale) * uniform(samples, 1, 1)).exp()
+    moved = torch.randn(samples, coords.shape[1], 2, generator=generator, device=device, dtype=coords.dtype)
+    return (unit + 1) / 2 * side - 0.5 + (jitter * moved.to(coords.device)).clamp(-0.5, 0.5)
 
 
 def sample_line(table: Tensor, at: Tensor) -> Tensor:

@@ -165,13 +165,13 @@ class Spec:
 def parse(text: str | Spec) -> Spec:
     """Read a spec string. Nothing in it is executed.
 
-    Raises ValueError for a malformed spec, an unknown encoding or option (naming the nearest), an encoding
-    named twice; TypeError for an option of the wrong type or a ``text`` that is no string.
+    Raises ValueError for a malformed spec, an unknown encoding or option (naming the nearest); TypeError for an
+    option of the wrong type or a ``text`` that is no string.
 
     >>> str(parse("rope_axial( theta = 100 )+ape1d"))
     'rope_axial + ape1d'
-    >>> parse("rope_axial(theta=50)").resolved
-    "rope_axial(theta=50.0, resize='extrapolate')"
+    >>> parse("sincos2d(temperature=50)").resolved
+    "sincos2d(temperature=50.0, layout='timm', resize='extrapolate')"
     """
     if isinstance(text, Spec):
         return text
@@ -181,11 +181,7 @@ def parse(text: str | Spec) -> Spec:
         tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise _malformed(text) from None
-    spec = Spec(tuple(_term(node, text) for node in _summands(tree)))
-    for name in spec.names:
-        if spec.names.count(name) > 1:
-            raise ValueError(f"spec {text!r} names {name} twice; each encoding can be used once")
-    return spec
+    return Spec(tuple(_term(node, text) for node in _summands(tree)))
 
 
 def _malformed(text: str) -> ValueError:
