@@ -9,6 +9,7 @@ What can be set: configs/eval.yaml; each probe's own options: vitpos/probes/. Wh
 
 import shlex
 import sys
+from pathlib import Path
 
 import hydra
 from omegaconf import DictConfig
@@ -16,7 +17,7 @@ from rich.console import Console
 
 from vitpos import cli, evaluation, probes, report
 
-COMMAND = shlex.join(["python", *sys.argv])
+COMMAND = shlex.join(["python", Path(__file__).name, *sys.argv[1:]])
 
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="eval")
@@ -55,6 +56,5 @@ def main(cfg: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    # A run knows its data: `data.KEY=value` overrides single keys of it, whichever data it is.
-    sys.argv[1:] = [f"++{word}" if word.startswith("data.") else word for word in sys.argv[1:]]
+    sys.argv[1:] = evaluation.words(sys.argv[1:])
     cli.run(main)

@@ -29,6 +29,7 @@ from torch import nn
 
 import vitpos
 from vitpos import data, probes
+from vitpos.composition import Position
 from vitpos.spec import nearest
 
 WEIGHTS = "last.safetensors"
@@ -52,6 +53,23 @@ def register() -> None:
     own."""
     node = {name: dict(probes.get(name).defaults) for name in probes.names()}
     ConfigStore.instance().store(group="schema", name="probes", node=node)
+
+
+def words(given: list[str]) -> list[str]:
+    """The command line's words as Hydra needs them.
+
+    `data.KEY=value` overrides a key of whatever data a run was trained on, so it may be new to the configuration;
+    `model` would be the group of training configurations.
+    """
+    found = []
+    for word in given:
+        key, _, value = word.partition("=")
+        if key.startswith("data."):
+            word = f"++{word}"
+        elif key == "model" and value not in ("", "null"):
+            word = f"timm_model='{value}'"
+        found.append(word)
+    return found
 
 
 def options(cfg: DictConfig) -> dict[str, dict[str, Any]]:
@@ -82,7 +100,8 @@ def select(cfg: DictConfig, device: str) -> tuple[list[Callable[[], Source]], Pa
 
     Everything that can be refused without loading is refused here.
     """
-    given = [key for key in ("checkpoint", "runs", "model") if cfg[key] is not None]
+    keys = {"checkpoint": "checkpoint", "runs": "runs", "model": "timm_model"}
+    given = [name for name, key in keys.items() if cfg[key] is not None]
     if len(given) != 1:
         found = " and ".join(given) or "none"
         raise ValueError(f"give one of checkpoint=RUN, runs=FOLDER, model=TIMM_NAME; got {found}")
@@ -91,9 +110,15 @@ def select(cfg: DictConfig, device: str) -> tuple[list[Callable[[], Source]], Pa
     if given == ["model"]:
         args: Any = {} if cfg.model_args is None else OmegaConf.to_container(cfg.model_args, resolve=True)
         loads = [
-            functools.partial(from_timm, cfg.model, images, pretrained=cfg.pretrained, model_args=args, device=device)
+            functools.partial(
+                from_timm, cfg.timm_model, images, pretrained=cfg.pretrained, model_args=args, device=device
+            )
         ]
-        default = Path("runs") / f"{datetime.now():%Y-%m-%d}" / f"{datetime.now():%H-%M-%S}-eval-{cfg.model}"
+        default = (
+            Path("runs")
+            / f"{datetime.now():%Y-%m-%d}"
+            / f"{datetime.now():%H-%M-%S}-eval-{cfg.timm_model.rsplit('/')[-1]}"
+        )
     else:
         if cfg.pretrained or cfg.model_args is not None:
             raise ValueError(f"pretrained and model_args go with model=TIMM_NAME, not with {given[0]}=")
@@ -227,6 +252,7 @@ def from_checkpoint(path: Path, overrides: Mapping[str, Any], device: str) -> So
         "epochs": extra.get("epochs"),
         "architecture": card["architecture"],
         "checkpoint": str(weights),
+        "trained": True,
         "data": config,
     }
     mean, std = (list(preprocessing.get(key) or getattr(images.info, key)) for key in ("mean", "std"))
@@ -255,12 +281,13 @@ def from_timm(
     mean, std = (list(prepared[key]) if own else list(getattr(info, key)) for key in ("mean", "std"))
     about = {
         "label": name,
-        "encoding": str(model.position.spec) if hasattr(model, "position") else "native",
+        "encoding": str(model.position.spec) if isinstance(getattr(model, "position", None), Position) else "native",
         "placement": None,
         "seed": None,
         "epochs": None,
         "architecture": name,
-        "checkpoint": "timm, pretrained" if pretrained else "timm, random weights",
+        "checkpoint": None,
+        "trained": pretrained,
         "data": config,
     }
     return Source(model, images, mean, std, about | _counted(model), None)

@@ -95,7 +95,7 @@ def shifts_of(run: Run) -> dict[str, Any]:
 
 
 def sizes_of(run: Run, kind: str | None) -> list[dict[str, Any]]:
-    return run["probes"]["resolution"]["kinds"].get(kind, {}).get("rows", []) if kind else []
+    return run["probes"].get("resolution", {}).get("kinds", {}).get(str(kind), {}).get("rows", [])
 
 
 @dataclass
@@ -274,28 +274,23 @@ def print_table(results: dict[str, Any], console: Console | None = None) -> None
     """Tables, legends and certificates; colours only where the console has them, sensible from 80 columns on."""
     console = console or Console()
     for group in groups(results):
-        seeds = {run["seed"] for run in group.runs}
-        # Headings break at blanks, so that eight columns fit 100 characters.
+        seeds = len({run["seed"] for run in group.runs}) > 1
         table = RichTable(
-            box=SIMPLE_HEAD, padding=(0, 1), title=_title(group), title_style="bold", title_justify="left"
-        )
-        table.add_column(
-            "encoding", overflow="fold", min_width=max(len(w) for r in group.runs for w in base_name(r).split())
-        )
-        if group.placed:
-            table.add_column("trained at")
-        if len(seeds) > 1:
-            table.add_column("seed", justify="right")
-        for column in group.columns:
-            table.add_column(column.title, justify="right", width=max(9, *map(len, column.title.split())))
+            box=SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True,
+            title=_title(group), title_style="bold", title_justify="left",
+        )  # fmt: skip
+        widths = [max(9, *map(len, column.title.split())) for column in group.columns]  # headings break at blanks
+        room = console.width - sum(width + 2 for width in widths)
+        table.add_column("encoding", overflow="fold", max_width=max(room, 8))
+        for column, width in zip(group.columns, widths):
+            table.add_column(column.title, justify="right", width=width)
         for run in group.runs:
-            names = [base_name(run)]
-            names += [run["placement"] or "-"] if group.placed else []
-            names += [str(run["seed"])] if len(seeds) > 1 else []
-            cells = [_console_cell(column.pick(run)) for column in group.columns]
-            table.add_row(*names, *cells, end_section=False)
+            trained = f"trained {run['placement']}" if group.placed and run["placement"] else ""
+            below = ", ".join(filter(None, (trained, f"seed {run['seed']}" if seeds else "")))
+            name = Text.assemble((base_name(run), "bold"), ("\n" + below if below else "", "dim"))
+            table.add_row(name, *(_console_cell(column.pick(run)) for column in group.columns))
         console.print(table)
-        for line in (*legend(group), *certificates(group), *refusals(group)):
+        for line in (*legend(group), *certificates(group), *remarks(group)):
             console.print(Text(line, style="dim"))
         console.print()
 
@@ -313,10 +308,14 @@ def _console_cell(interval: Interval | None) -> Text:
     return Text.assemble((percent(interval["value"]), "bold"), "\n", (span(interval), "dim"))
 
 
-def refusals(group: Group) -> list[str]:
-    """Why cells are empty."""
+def remarks(group: Group) -> list[str]:
+    """Why cells are empty, and what else a row needs said."""
     found: dict[str, None] = {}
     for run in group.runs:
+        if not run["trained"]:
+            found[f"{base_name(run)} ({run['label']}): random weights, never trained; its accuracy means nothing"] = (
+                None
+            )
         for probe, entries in (("translation", "variants"), ("resolution", "kinds")):
             for name, entry in run["probes"].get(probe, {}).get(entries, {}).items():
                 if "not_applicable" in entry:
@@ -609,7 +608,7 @@ def _page_group(results: dict[str, Any], group: Group, prefix: str) -> dict[str,
         "columns": group.columns,
         "legend": legend(group),
         "certificates": certificates(group),
-        "refusals": refusals(group),
+        "remarks": remarks(group),
         "figures": figures,
         "sizes": sizes,
         "baseline": reference,

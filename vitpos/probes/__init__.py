@@ -98,6 +98,8 @@ def evaluate(subject: Subject, probes: Mapping[str, Mapping[str, Any]]) -> Array
         resolved[name] = {**defaults, **options}
     with subject.evaluating():
         arrays: Arrays = {"labels": subject.labels.numpy(), "ids": np.array(subject.ids)}
+        if reason := subject.accepts(subject.size):
+            raise ValueError(f"{reason}: these are the images as they are; load them or make the model at another size")
         arrays["plain/pred"] = subject.plain()
         for name, options in resolved.items():
             arrays.update({f"{name}/{key}": array for key, array in get(name).collect(subject, options).items()})

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 import vitpos
+from vitpos.composition import Position
 
 T = TypeVar("T")
 
@@ -96,7 +97,7 @@ class Subject:
     @property
     def position_aware(self) -> bool:
         """Whether the model carries a vitpos encoding (and so takes any grid, and has resize policies)."""
-        return hasattr(self.model, "position")
+        return isinstance(getattr(self.model, "position", None), Position)
 
     def batches(self) -> Iterator[tuple[slice, Tensor]]:
         """Slices of 0..N and the data set's indices there, always in the same composition."""
@@ -160,8 +161,6 @@ class Subject:
     def accepts(self, size: tuple[int, int]) -> str:
         """'' if the model runs on images of `size` (h, w), else one line that says why not and what would
         help."""
-        if size == self.size:
-            return ""
         h, w = size
         try:
             self.logits(torch.zeros(1, self._mean.shape[1], h, w))

@@ -1,0 +1,199 @@
+"""eval.py as it is used: run folders, a report, and one-line errors that leave nothing behind."""
+
+import json
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import vitpos
+from vitpos import data, evaluation, probes, report
+
+ROOT = Path(__file__).parents[1]
+SMALL = dict(
+    img_size=24, patch_size=4, in_chans=1, num_classes=10, embed_dim=16, depth=1, num_heads=2, class_token=False,
+    global_pool="avg",
+)  # fmt: skip
+
+
+def make_run(folder, pos, placement="home", seed=0, **changes):
+    torch.manual_seed(0)
+    model = vitpos.create_model("vit_tiny_patch16_224", pos=pos, **SMALL)
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, std=0.5)
+    card = {
+        "classes": [str(c) for c in range(10)],
+        "preprocessing": {"mean": [0.08], "std": [0.21], "img_size": [24, 24], "in_chans": 1},
+        "extra": {"data": {"name": "digits", "placement": placement}, "seed": seed, "epochs": 1, "run": folder.name},
+    } | changes
+    vitpos.save(model, folder / "last.safetensors", **card)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    root = tmp_path_factory.mktemp("runs")
+    make_run(root / "deep" / "a", "rope_axial")
+    make_run(root / "b", "none")
+    return root
+
+
+@pytest.fixture
+def evaluate(monkeypatch, capsys):
+    def call(*words):
+        monkeypatch.setattr(sys, "argv", ["eval.py", *words])
+        monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)  # a run before this one has set it
+        code = 0
+        try:
+            runpy.run_path(str(ROOT / "eval.py"), run_name="__main__")
+        except SystemExit as stop:
+            code = stop.code
+        return code, *capsys.readouterr()
+
+    return call
+
+
+def test_runs_side_by_side(runs, tmp_path, evaluate):
+    code, out, _ = evaluate(f"runs={runs}", f"out={tmp_path / 'out'}", "images=12", "batch_size=5")
+    assert code == 0
+    assert "rope_axial" in out
+    assert "unseen" in out
+    assert "decisions differ" in " ".join(out.split())
+    results = report.read(tmp_path / "out" / "results.json")
+    assert (tmp_path / "out" / "report.html").stat().st_size > 10_000
+    assert results["provenance"]["command"].startswith("python eval.py runs=")
+    assert {r["encoding"] for r in results["runs"]} == {"none", "rope_axial"}
+    none = next(r for r in results["runs"] if r["encoding"] == "none")
+    patch = none["probes"]["translation"]["variants"]["canvas"]["patch"]
+    assert len(patch["shifts"]) == 16
+    assert patch["logit_change"]["largest"] < 1e-4  # weights are large here; at trained scale it is below 1e-5
+    assert patch["logit_change"]["differing_decisions"] == 0
+    rope = next(r for r in results["runs"] if r["encoding"] == "rope_axial")
+    assert rope["probes"]["translation"]["variants"]["canvas"]["patch"]["logit_change"]["largest"] > 1e-3
+    assert rope["difference_to_none"]["baseline"] == "b"
+    kinds = {(row["kind"], *row.get("size", [])) for row in rope["difference_to_none"]["rows"]}
+    assert {("plain",), ("canvas", 36, 36), ("canvas", 48, 48)} <= kinds
+
+    # Every number again from the stored decisions, and the plain accuracy again from the model.
+    for folder, run in ((runs / "deep" / "a", rope), (runs / "b", none)):
+        single = report.read(folder / "eval" / "results.json")["runs"]
+        with np.load(folder / "eval" / "predictions.npz", allow_pickle=False) as file:
+            stored = dict(file)
+        again = json.loads(json.dumps(probes.summarize(stored)))
+        assert {key: single[0][key] for key in again} == again == {key: run[key] for key in again}
+        images = data.load({"name": "digits"}, "test")
+        chosen = [images.ids.index(i) for i in stored["ids"]]
+        logits = vitpos.load(folder / "last.safetensors")(data.normalize(images.batch(chosen), images.info))
+        np.testing.assert_array_equal(stored["plain/pred"], logits.argmax(1).numpy())
+    assert sorted(p.name for p in (runs / "b" / "eval" / "figures").iterdir()) == [
+        "position.png", "resolution-canvas.png", "resolution-upsample.png", "shift.png",
+    ]  # fmt: skip
+
+
+def test_one_checkpoint_policies_and_variants(runs, evaluate):
+    code, out, _ = evaluate(
+        f"checkpoint={runs / 'deep' / 'a' / 'last.safetensors'}", "images=6", "probes=[translation,resolution]",
+        "resolution.policies=[extrapolate,interpolate]", "resolution.upsample=[28,[24,28]]", "resolution.canvas=none",
+        "translation.variants=[circular]", "translation.subpatch=false",
+    )  # fmt: skip
+    assert code == 0, out
+    run = report.read(runs / "deep" / "a" / "eval" / "results.json")["runs"][0]
+    rows = run["probes"]["resolution"]["kinds"]["upsample"]["rows"]
+    assert [(r["size"], r["policy"]) for r in rows] == [
+        ([h, w], policy) for policy in ("extrapolate", "interpolate") for h, w in ((24, 24), (24, 28), (28, 28))
+    ] or [(r["size"], r["policy"]) for r in rows] == [
+        ([h, w], policy) for policy in ("extrapolate", "interpolate") for h, w in ((24, 24), (28, 28), (24, 28))
+    ]
+    assert set(run["probes"]["translation"]["variants"]) == {"circular"}
+    assert (runs / "deep" / "a" / "eval" / "report.html").exists()
+
+
+def test_timm_models_by_name(tmp_path, evaluate):
+    code, out, _ = evaluate("model=resnet10t", "data=digits", "data.canvas=64", f"out={tmp_path / 'cnn'}", "images=4")
+    assert code == 0
+    assert "random weights" in " ".join(out.split())
+    run = report.read(tmp_path / "cnn" / "results.json")["runs"][0]
+    assert run["probes"]["translation"]["patch_source"] == "total stride"
+    assert run["encoding"] == "native"
+    code, out, _ = evaluate(
+        "model=vit_tiny_patch16_224", "data=digits", "model_args={patch_size: 4, depth: 1, embed_dim: 24}",
+        f"out={tmp_path / 'vit'}", "images=4",
+    )  # fmt: skip
+    assert code == 0
+    assert "dynamic_img_size" in out  # one size only: the cell says what helps, the rest is measured
+    run = report.read(tmp_path / "vit" / "results.json")["runs"][0]
+    assert len(run["probes"]["resolution"]["kinds"]["canvas"]["rows"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "give one of checkpoint="),
+        (["checkpoint=nowhere"], "no such file"),
+        (["checkpoint=."], "holds no last.safetensors"),
+        (["runs=nowhere"], "no such folder"),
+        (["runs=."], "no run folder below"),
+        (["checkpoint=x", "model=y"], "give one of"),
+        (["model=vit_tiny_patch16_224"], "data=digits"),
+        (["model=vit_tny_patch16_224", "data=digits"], "did you mean vit_tiny_patch16_224"),
+        (["model=vit_tiny_patch16_224", "data=digits", "model_args={num_classes: 7}"], "7 classes.*10"),
+        (["model=vit_tiny_patch16_224", "data=digits", "model_args={nonsense: 7}"], "nonsense"),
+        (["model=vit_tiny_patch16_224", "data=digits", "model_args={in_chans: 3}"], "channel"),
+        (["checkpoint={run}", "pretrained=true"], "go with model="),
+        (["checkpoint={run}", "translation.step=1"], "did you mean translation.steps"),
+        (["checkpoint={run}", "checkpont=1"], "did you mean checkpoint"),
+        (["checkpoint={run}", "probes=[shortcut]"], "unknown probe"),
+        (["checkpoint={run}", "resolution.upsample=[26]"], "try 24 or 28"),
+        (["checkpoint={run}", "resolution.policies=[stretch]"], "stretch"),
+        (["checkpoint={run}", "data.canvs=32"], "did you mean canvas"),
+        (["checkpoint={run}", "device=warp"], "device=warp"),
+        (["checkpoint={run}", "batch_size=0"], "batch_size"),
+        (["checkpoint={junk}"], "not a readable safetensors"),
+        (["checkpoint={other}"], "do not fit|no vitpos card"),
+        (["checkpoint={nine}"], "9 classes"),
+        (["checkpoint={letters}"], "other classes.*'a' and '0'"),
+    ],
+)
+def test_errors_are_one_line_and_write_nothing(words, message, tmp_path, monkeypatch, evaluate):
+    monkeypatch.chdir(tmp_path)
+    made = tmp_path / "made"
+    made.mkdir()
+    names = {"junk": made / "junk.safetensors", "run": made / "run"}
+    names["junk"].write_text("junk")
+    if words and "{run}" in words[0]:
+        make_run(names["run"], "rope_axial")
+    if words and "{other}" in words[0]:
+        from safetensors.torch import save_file
+
+        names["other"] = made / "other.safetensors"
+        save_file({"x": torch.zeros(2)}, names["other"])
+    for name, classes in (("nine", [*"012345678"]), ("letters", [*"abcdefghij"])):
+        if words and name in words[0]:
+            names[name] = make_run(made / name, "rope_axial", classes=classes)
+    if "runs=." in words:
+        names["junk"].unlink(), made.rmdir()
+    before = sorted(tmp_path.rglob("*"))
+    filled = [re.sub(r"\{(\w+)\}", lambda m: str(names[m[1]]), word) for word in words]
+    code, out, err = evaluate(*filled)
+    assert code == 2
+    assert out == ""
+    assert len(err.strip().splitlines()) == 1, err
+    assert err.startswith("error: ")
+    assert re.search(message, err), err
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_unreachable_weights_fail_at_once(monkeypatch):
+    def unresolved(*_):
+        raise OSError("Name or service not known")
+
+    monkeypatch.setattr("socket.getaddrinfo", unresolved)
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: None)
+    for key in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(key, raising=False)
+    with pytest.raises(ValueError, match="hub cannot be reached"):
+        evaluation.from_timm("vit_tiny_patch16_224", {"name": "digits"}, pretrained=True, model_args={}, device="cpu")
