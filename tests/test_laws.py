@@ -5,6 +5,7 @@ import pytest
 import torch
 from common import ENCODINGS, GRIDS, PATCH, PREFIXES, SPECS, coordinates, images, relative_change, tiny
 
+import vitpos
 from vitpos.encoding import NO_PREFIX
 from vitpos.spec import options
 
@@ -45,22 +46,33 @@ def test_law(law, name, grid, prefix):
         assert measured > FAILS
 
 
+FLATTENED = {"rope1d", "sincos1d", "alibi"}  # their index i W + j knows the width of the grid
+
+
 @pytest.mark.parametrize("name", ENCODINGS)
 def test_resize_policies(name):
-    """``extrapolate`` does not see the extent; ``interpolate`` sees the same place of the image at the same place."""
+    """``extrapolate`` does not see the extent (flattened: its height); ``interpolate`` and ``normalized`` see the same
+    place of the image at the same place; other policies do neither."""
     grid = (3, 5)
     encoding = next(iter(tiny(name, grid, depth=1).position.encodings()))
-    choices = encoding.resize_choices() if "resize" in options(name) else ()
     x, here = images(grid), coordinates(grid)
-    for policy in choices:
-        model = tiny(f"{name}(resize={policy!r})", grid)
+    for policy in encoding.resize_choices():
+        if policy != "normalized" and "resize" not in options(name):
+            continue
+        model = vitpos.set_resize(tiny(name, grid), policy)
         with torch.no_grad():
             plain = model(x, coords=here, extent=grid)
+            taller = model(x, coords=here, extent=(6, 5))
             wider = model(x, coords=here, extent=(6, 10))
             rescaled = model(x, coords=(here + 0.5) * 2 - 0.5, extent=(6, 10))
-        same, other = (wider, rescaled) if policy == "extrapolate" else (rescaled, wider)
+        same, others = {
+            "extrapolate": (taller, [wider, rescaled]) if name in FLATTENED else (wider, [rescaled]),
+            "interpolate": (rescaled, [wider]),
+            "normalized": (rescaled, [wider]),
+        }.get(policy, (plain, [taller, wider, rescaled]))
         assert relative_change(same, plain) < HOLDS
-        assert relative_change(other, plain) > FAILS
+        for other in others:
+            assert relative_change(other, plain) > FAILS
 
 
 def test_a_bag_of_patches_has_no_order():
