@@ -329,6 +329,12 @@ def test_bad_input_is_one_line_and_leaves_nothing(monkeypatch, tmp_path, capsys,
     assert bool(list(tmp_path.iterdir())) == kept
 
 
+def test_divergence_ends_the_run_and_keeps_its_last_good_state(monkeypatch, tmp_path, capsys):
+    diverging = ["train.lr=1e30", "train.clip_grad=0"]
+    assert train(monkeypatch, "out=run", *diverging, "train.warmup=0") == 2
+    assert "the loss is nan in epoch" in one_line(capsys)
+
+
 def test_out_that_is_taken(monkeypatch, tmp_path, capsys):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("precious")

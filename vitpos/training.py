@@ -6,6 +6,7 @@ import dataclasses
 import importlib.metadata
 import json
 import math
+import multiprocessing
 import os
 import platform
 import shutil
@@ -180,6 +181,8 @@ class RunFolder:
         self, row: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer, ema: ModelEmaV3 | None
     ) -> None:
         """After an epoch: its metrics, the weights of the evaluated model, and the resumable state."""
+        if not math.isfinite(row["train_loss"]):
+            raise ValueError(f"the loss is {row['train_loss']} in epoch {row['epoch']}; a lower train.lr may help")
         self.rows.append(row)
         if not self.accelerator.is_main_process:
             return
@@ -247,19 +250,24 @@ def _version(name: str) -> str | None:
 
 
 class Meter:
-    """Progress of the first process: a bar with images/s and time left on a terminal, a line an epoch elsewhere."""
+    """Progress of the first process: a bar with images/s and time left on a terminal, a line an epoch elsewhere.
+
+    Runs of a sweep that share a terminal side by side print three lines each.
+    """
 
     def __init__(self, accelerator: Accelerator, run: RunConfig, steps: int, done: int):
         self.loud = accelerator.is_main_process
         self.label, self.epochs = f"{run.pos} s{run.seed}", run.train.epochs
         self.images, self.images_per_step = 0, run.train.batch_size
+        alone = multiprocessing.current_process().name == "MainProcess"
+        self.every = 1 if alone else math.ceil(self.epochs / 3)
         self.begin = time.perf_counter()
         self.spent = 0.0  # seconds in training steps, evaluation left out
         columns = (
             TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(),
             TextColumn("{task.fields[rate]}"), TimeRemainingColumn(),
         )  # fmt: skip
-        self.bar = Progress(*columns, disable=not (self.loud and sys.stdout.isatty()))
+        self.bar = Progress(*columns, disable=not (self.loud and alone and sys.stdout.isatty()))
         self.task = self.bar.add_task(self.label, total=steps, completed=done, rate="")
 
     def __enter__(self) -> Meter:
@@ -296,5 +304,5 @@ class Meter:
         )
         if not self.bar.disable:
             self.bar.update(self.task, description=f"{self.label}  val accuracy {row['val_accuracy']:.3f}")
-        elif self.loud:
+        elif self.loud and row["epoch"] % self.every == 0:
             print(text, flush=True)
