@@ -69,13 +69,23 @@ class ComRope(Rotary):
         return (pos.coords + 0.5) / pos.coords.new_tensor(pos.extent)
 
     def angles(self, pos: Positions) -> Rotations:
-        p_y, p_x = self.placed(pos).unsqueeze(-1).unbind(-2)  # each [1 | B, N, 1]
-        if self.theta is None:
-            even = torch.arange(self.weight.shape[1], device=p_y.device) % 2 == 0
-            t = torch.where(even, p_y, p_x)  # [1 | B, N, d/b]
-        else:
-            theta_y, theta_x = self.theta.to(p_y.dtype)
-            t = theta_y * p_y + theta_x * p_x
-        weight = self.weight.to(t.dtype)
+        weight = self.weight.to(pos.coords.dtype)
         generators = (weight - weight.mT).unsqueeze(1)  # [h, 1, d/b, b, b]
-        return Rotations(torch.linalg.matrix_exp(t[:, None, :, :, None, None] * generators), self.free_prefix)
+
+        def turn(t: Tensor) -> Tensor:
+            """[1 | B, h, N, d/b, b, b] from t [1 | B, N, d/b]."""
+            return torch.linalg.matrix_exp(t[:, None, :, :, None, None] * generators)
+
+        p = self.placed(pos)
+        if self.theta is None:
+            even = torch.arange(self.weight.shape[1], device=p.device) % 2 == 0
+            theta = torch.stack([even, ~even]).to(p.dtype)
+        else:
+            theta = self.theta.to(p.dtype)  # [(y, x), d/b]
+        if not pos.full:
+            return Rotations(turn((p.unsqueeze(-1) * theta).sum(-2)), self.free_prefix)
+        height, width = pos.extent
+        cells = p.view(1, height, width, 2)
+        rows = turn(cells[:, :, 0, :1] * theta[0])  # [1, h, H, d/b, b, b]
+        columns = turn(cells[:, 0, :, 1:] * theta[1])
+        return Rotations((rows.unsqueeze(3) @ columns.unsqueeze(2)).flatten(2, 3), self.free_prefix)

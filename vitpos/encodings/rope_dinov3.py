@@ -22,13 +22,13 @@ class RopeDinov3(LinearRotary):
     ``min`` and ``max``, where c = 0); ``free_prefix`` as in ``rope_axial``. The source's shift, jitter and rescaling
     of coordinates in training are no part of the encoding.
 
-    At (i, j) = (1, 0) of a 2 x 2 grid c = (1/2, -1/2); d = 4 has the one frequency 1:
+    At (i, j) = (1, 0) of a 2 x 2 grid c = (1/2, -1/2); d = 8 has the frequencies 1 and 0.1:
 
     >>> import torch
-    >>> encoding = RopeDinov3(Geometry(dim=4, heads=1, head_dim=4, depth=1, grid=(4, 4)))
+    >>> encoding = RopeDinov3(Geometry(dim=8, heads=1, head_dim=8, depth=1, grid=(4, 4)))
     >>> pos = Positions(torch.tensor([[[1.0, 0.0]]]), extent=(2, 2))
     >>> [round(v / math.pi, 3) for v in encoding.angles(pos).phase.flatten().tolist()]
-    [1.0, -1.0]
+    [1.0, 0.1, -1.0, -0.1]
     """
 
     summary = "q and k rotate, half of the channel pairs by the row, half by the column, relative to the image's size"
@@ -61,4 +61,4 @@ class RopeDinov3(LinearRotary):
 
     def frequencies(self, pos: Positions) -> Tensor:
         f = 2 * math.pi * pos.coords.new_tensor(bands(self.base, self.geometry.head_dim // 4))
-        return axial(f_y=f, f_x=f).flip(1)  # [1, d/2, (y, x)], pairs of y first
+        return axial(f_y=f, f_x=f).flip(-1)  # the first half of the pairs turns by y
