@@ -7,6 +7,7 @@ python eval.py model=TIMM_NAME [pretrained=true] data=folder data.root=...     a
 What can be set: configs/eval.yaml; each probe's own options: vitpos/probes/. What is written: docs/results.md.
 """
 
+import functools
 import shlex
 import sys
 from pathlib import Path
@@ -36,7 +37,8 @@ def main(cfg: DictConfig) -> None:
             source = load()
             subject = probes.Subject(
                 source.model, source.images, mean=source.mean, std=source.std,
-                device=device, batch_size=cfg.batch_size, limit=cfg.images, track=track,
+                device=device, batch_size=cfg.batch_size, limit=cfg.images,
+                track=functools.partial(track, source.about["label"]),
             )  # fmt: skip
             decisions = probes.evaluate(subject, options)
             run = {**source.about, "image_size": list(subject.size), **probes.summarize(decisions)}

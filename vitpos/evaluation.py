@@ -149,7 +149,7 @@ def provenance(command: str, cfg: DictConfig, device: str) -> dict[str, Any]:
 
 
 @contextmanager
-def progress() -> Iterator[Callable[[str, int], Callable[[int], None]]]:
+def progress() -> Iterator[Callable[[str, str, int], Callable[[int], None]]]:
     """A progress line on the error stream, per model and probe part; silent where that is no terminal."""
     console = Console(stderr=True)
     columns = (
@@ -161,10 +161,10 @@ def progress() -> Iterator[Callable[[str, int], Callable[[int], None]]]:
     )
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
 
-        def track(description: str, total: int) -> Callable[[int], None]:
+        def track(model: str, part: str, total: int) -> Callable[[int], None]:
             for task in bar.task_ids:
                 bar.remove_task(task)
-            task = bar.add_task(description, total=total)
+            task = bar.add_task(f"{model}: {part}", total=total)
             return lambda done: bar.advance(task, done)
 
         yield track

@@ -161,15 +161,9 @@ def _columns(group: Group) -> list[Column]:
     canvas = group.variant == "canvas"
     home = "home" if canvas else "accuracy"
     where = (
-        "accuracy with the object within the first patch of the corner, where training had it (a control: also there)"
+        "as training had it, the object within the first patch of the corner" if canvas else "on the images as they are"
     )
-    columns = [
-        Column(
-            home,
-            lambda run: run["accuracy"],
-            (where if canvas else "accuracy on the images as they are") + "; read everything else beside it",
-        )
-    ]
+    columns = [Column(home, lambda run: run["accuracy"], f"accuracy {where}; read everything else beside it")]
     if patch:
         others = len(patch["shifts"]) - 1
         columns += [
@@ -429,7 +423,9 @@ def drawings(results: dict[str, Any], group: Group, prefix: str = "") -> list[Dr
             Drawing(
                 f"{prefix}shift",
                 "Accuracy against shift",
-                "Filled and joined: whole patches, where only position and border can matter. Hollow: shifts of less "
+                "Filled and joined: whole patches"
+                + (", where only position and border can matter" if group.variant == "canvas" else "")
+                + ". Hollow: shifts of less "
                 "than a patch, which also change how the patch grid cuts the content, whatever the encoding. " + key,
                 lambda columns: _curves(group, look, columns, *_shift_axes(group)),
                 3,
@@ -439,7 +435,7 @@ def drawings(results: dict[str, Any], group: Group, prefix: str = "") -> list[Dr
         ("canvas", "Accuracy on a larger canvas", "The object stays on the tokens it was on; only positions and "
          "background are new. Read it as the distance to none, which loses accuracy to the background alone."),
         ("upsample", "Accuracy on a resized image", "The object grows with the grid (bilinear, antialiased). "
-         "The size of things changes too, so none is not flat either: read it as the distance to none."),
+         "The size of things changes too, so that no model stays flat."),
     ):  # fmt: skip
         if any(len(sizes_of(run, kind)) > 1 for run in group.runs):
             found.append(
@@ -611,8 +607,21 @@ def _page_group(results: dict[str, Any], group: Group, prefix: str) -> dict[str,
         "remarks": remarks(group),
         "figures": figures,
         "sizes": sizes,
+        "shifts": [row for run in group.runs for row in _shift_rows(run)],
         "baseline": reference,
     }
+
+
+def _shift_rows(run: Run) -> list[dict[str, Any]]:
+    """One row a variant and group of shifts, everything measured there."""
+    variants = run["probes"].get("translation", {}).get("variants", {})
+    names = {"patch": "whole patches", "subpatch": "less than a patch"}
+    return [
+        {"run": run, "variant": variant, "reach": names[group], "count": len(entry["shifts"])} | entry
+        for variant, found in variants.items()
+        for group, entry in found.items()
+        if group in names
+    ]
 
 
 def _size_rows(run: Run, kind: str) -> list[dict[str, Any]]:
