@@ -18,6 +18,7 @@ ORDER = [
     "attention",
     "composition",
     "backbone",
+    "conversions",
     "checkpoint",
     "seeds",
     "data",
