@@ -15,10 +15,14 @@ class RelativePositionBias(OffsetBias):
     """Logit of (query, key) += T[head, dy, dx] with (dy, dx) = query - key, one learned table a layer.
 
     The table has (2H-1)(2W-1) entries a head for a training grid of H x W. Pairs with a prefix token get 0, or,
-    with ``prefix``, three learned values a head. ``resize``: on another grid offsets are scaled into the training
-    grid and the table is read bilinearly, or taken as they are and clamped at its edge. With ``wrap`` offsets are
-    reduced modulo the sides of the grid, and the table has H W entries a head. ``std`` is the standard deviation
-    at initialization.
+    with ``prefix``, three learned values a head: for a prefix query, a prefix key, and two prefix tokens (timm
+    knows one such token, here all share them).
+
+    ``resize``: on another grid offsets are scaled into the training grid and the table is read bilinearly, so that
+    the bias of a place in the image stays (much as under Swin's bicubic resizing of the whole table); or they are
+    taken as they are, beyond the table clamped to its edge, so that the bias of a whole offset stays (much as under
+    BEiT's geometric interpolation, which timm uses). With ``wrap`` offsets are the shorter way around the sides of
+    the grid, and the table has H W entries a head. ``std`` is the standard deviation at initialization.
 
     On a 1 x 2 grid the table holds the offsets -1, 0 and 1; the first patch sees the second at -1:
 
