@@ -200,7 +200,7 @@ def test_ape2d_modes_differ_off_the_training_grid():
         assert change > DIFFERENT
     assert torch.equal(added("ape2d", (3, 5)), added("ape2d(mode='fractional')", (3, 5)))
     model = tiny("ape2d(mode='fractional')")
-    assert vitpos.resize_policy(model) == "normalized"
+    assert vitpos.resize_policy(model) == "fractional"
     with pytest.raises(ValueError, match="does not offer the resize policy 'interpolate'"):
         vitpos.set_resize(model, "interpolate")
     count = sum(p.numel() for p in vitpos.create_model("vit_base_patch16_224", pos="ape2d").position.parameters())

@@ -46,7 +46,7 @@ class Ape2d(Encoding):
     def __init__(
         self, geometry: Geometry, *, mode: Literal["absolute", "fractional"] = "absolute", std: float = 0.02
     ) -> None:
-        super().__init__(geometry, resize="interpolate" if mode == "absolute" else "normalized")
+        super().__init__(geometry, resize="interpolate" if mode == "absolute" else "fractional")
         require_at_least("std", std, 0, self.name)
         self.mode = mode
         self.std = std
