@@ -3,6 +3,7 @@
 import copy
 import itertools
 import random
+import sys
 import warnings
 
 import numpy as np
@@ -11,6 +12,7 @@ import timm
 import torch
 from fakes import CLASSES, Brightness, Constant, Quadrant, Scenes, Squares, Window
 
+import vitpos
 from vitpos import probes
 from vitpos.probes import resolution, translation
 
@@ -289,25 +291,58 @@ def test_difference_to_a_baseline_is_over_the_same_images():
     assert probes.differences(a, b | {"ids": b["ids"][::-1]}) == []
 
 
-def test_registry_takes_a_new_probe_and_refuses_a_duplicate():
-    class Mine:
-        defaults = dict()  # noqa: RUF012
+NEW_PROBE = """
+import numpy as np
+from vitpos.probes import register
 
-        def collect(self, subject, options):
-            return {"score": np.zeros(len(subject.ids))}
+@register("mine", definitions={"total": "a sum"})
+class Mine:
+    defaults = {"steps": 2}
 
-        def summarize(self, arrays, truth):
-            return {"total": float(arrays["score"].sum())}
+    def collect(self, subject, options):
+        return {"score": np.full(len(subject.ids), options["steps"])}
 
+    def summarize(self, arrays, truth):
+        return {"total": float(arrays["score"].sum())}
+"""
+
+
+def test_a_new_probe_is_one_new_file_and_a_duplicate_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(NEW_PROBE)
+    monkeypatch.setattr(probes, "__path__", [*probes.__path__, str(tmp_path)])
     try:
-        probes.register("mine", definitions={"total": "a sum"})(Mine)
-        out = probes.summarize(probes.evaluate(subject(Constant()), {"mine": {}}))
-        assert out["probes"]["mine"] == {"definitions": {"total": "a sum"}, "total": 0.0}
+        probes.discover()
+        assert probes.names() == ["mine", "resolution", "translation"]
+        out = probes.summarize(probes.evaluate(subject(Constant()), {"mine": {"steps": 3}}))
+        assert out["probes"]["mine"] == {"definitions": {"total": "a sum"}, "total": 120.0}
         with pytest.raises(ValueError, match="already registered"):
-            probes.register("mine", definitions={})(Mine)
+            probes.register("mine", definitions={})(type("Mine", (), {}))
     finally:
         probes.REGISTRY.pop("mine", None), probes.DEFINITIONS.pop("mine", None)
+        sys.modules.pop("vitpos.probes.mine", None)
     assert probes.names() == ["resolution", "translation"]
+
+
+def test_policies_are_compared_on_the_same_weights_and_put_back():
+    torch.manual_seed(0)
+    args = TIMM | dict(class_token=False, global_pool="avg")
+    model = vitpos.create_model("vit_tiny_patch16_224", pos="rope_axial", **args)
+    for weight in model.parameters():
+        if weight.ndim > 1:
+            torch.nn.init.normal_(weight, std=0.5)
+    policy, before = vitpos.resize_policy(model), copy.deepcopy(model.state_dict())
+    options = {"policies": ["extrapolate", "interpolate"], "canvas": "none", "upsample": [[24, 32]]}
+    arrays = probes.evaluate(subject(model, Squares(n=120, textured=True)), {"resolution": options})
+    assert arrays["resolution/upsample/policies"].tolist() == ["extrapolate"] * 2 + ["interpolate"] * 2
+    native, other = arrays["resolution/upsample/pred"][[0, 2]], arrays["resolution/upsample/pred"][[1, 3]]
+    np.testing.assert_array_equal(native[0], native[1])  # no policy at the native size
+    assert (other[0] != other[1]).any()
+    assert vitpos.resize_policy(model) == policy
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values()))
+    with pytest.raises(ValueError, match="stretch"):
+        probes.evaluate(subject(model), {"resolution": {"policies": ["stretch"]}})
+    out, _ = results(Constant(), Scenes(), resolution={"policies": ["interpolate"]})
+    assert "no vitpos encoding" in out["probes"]["resolution"]["kinds"]["upsample"]["not_applicable"]
 
 
 def test_no_warning_is_raised():

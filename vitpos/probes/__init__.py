@@ -20,7 +20,6 @@ import importlib
 import json
 import pkgutil
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -149,6 +148,11 @@ def differences(arrays: Mapping[str, NDArray[Any]], baseline: Mapping[str, NDArr
     ]
 
 
-for _module in pkgutil.iter_modules([str(Path(__file__).parent)]):
-    if not _module.name.startswith("_"):
-        importlib.import_module(f"{__name__}.{_module.name}")
+def discover() -> None:
+    """Import every probe of this folder, which registers it; files that start with `_` are none."""
+    for module in pkgutil.iter_modules(__path__):
+        if not module.name.startswith("_"):
+            importlib.import_module(f"{__name__}.{module.name}")
+
+
+discover()
