@@ -26,7 +26,7 @@ lint: install
 	$(BIN)/mypy
 
 docs: install
-	$(BIN)/python -m vitpos.encodings > docs/encodings.md
+	$(BIN)/python -m vitpos.encodings --docs docs/encodings
 
 clean:
 	rm -rf $(VENV) *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

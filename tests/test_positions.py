@@ -21,7 +21,7 @@ def test_kept_positions():
     pos = grid(2, 3)
     kept = pos.keep(torch.tensor([[5, 0], [2, 3]]))
     assert kept.coords.tolist() == [[[1.0, 2.0], [0.0, 0.0]], [[0.0, 2.0], [1.0, 0.0]]]
-    assert (kept.extent, kept.full) == ((2, 3), False)
+    assert (kept.extent, kept.cells, kept.full) == ((2, 3), True, False)
 
 
 def test_into_maps_borders_to_borders_and_centres_to_centres():
@@ -125,4 +125,4 @@ def test_explicit_positions_are_checked():
         positions.explicit(torch.zeros(4, 2), (2, 0), (2, 2), torch.float32)
     pos = positions.explicit(torch.zeros(4, 2), None, (2, 2), torch.float64)
     assert isinstance(pos, Positions)
-    assert (pos.extent, pos.coords.dtype, pos.full) == ((2, 2), torch.float64, False)
+    assert (pos.extent, pos.coords.dtype, pos.cells, pos.full) == ((2, 2), torch.float64, False, False)

@@ -151,7 +151,7 @@ class PositionMixin:
         """Images [B, C, H, W] to normalized tokens [B, T, D].
 
         ``coords`` [N, 2] or [1 | B, N, 2] as (y, x) in patches replaces the positions of the image's own grid,
-        ``extent`` (H, W) the size of the grid that they lie in.
+        ``extent`` (H, W) the size of the grid that they lie in. ``cpe`` takes whole numbers only.
         """
         x, pos = self._embed(x, coords, extent)
         x, _ = self._blocks(x, pos, attn_mask, is_causal, len(self.blocks))

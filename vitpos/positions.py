@@ -21,12 +21,13 @@ class Positions:
     """The positions of one forward pass.
 
     ``coords`` [1 | B, N, 2] as (y, x), float32 or float64; ``extent`` (H, W) of the grid that they lie in.
-    ``full`` says that they are exactly all cells of that grid in row-major order, which lets an encoding
-    answer with a compact, structured value.
+    ``cells`` says that they are different cells of that grid, ``full`` that they are all of them in row-major
+    order, which lets an encoding answer with a compact, structured value.
     """
 
     coords: Tensor
     extent: Extent
+    cells: bool = False
     full: bool = False
 
     def keep(self, indices: Tensor) -> Positions:
@@ -47,7 +48,7 @@ def grid(
     y = torch.arange(height, device=device, dtype=dtype)
     x = torch.arange(width, device=device, dtype=dtype)
     coords = torch.stack(torch.meshgrid(y, x, indexing="ij"), dim=-1).reshape(1, height * width, 2)
-    return Positions(coords, (height, width), full=True)
+    return Positions(coords, (height, width), cells=True, full=True)
 
 
 def explicit(coords: Tensor, extent: Extent | None, default: Extent, dtype: torch.dtype) -> Positions:

@@ -1,32 +1,50 @@
-"""``python -m vitpos.encodings`` prints the overview table in Markdown; with a name, what that encoding is."""
+"""Look at encodings from the command line.
 
+python -m vitpos.encodings                                   the overview table, in Markdown
+python -m vitpos.encodings NAME ...                          what an encoding is
+python -m vitpos.encodings SPEC --grid 7x11 [--out FILE]     a figure of what it does on a grid (SPEC.png)
+python -m vitpos.encodings --docs FOLDER                     all pages and figures of the documentation
+"""
+
+import argparse
 import sys
+from pathlib import Path
 
-from vitpos.encoding import LAWS, describe, law_state
-from vitpos.spec import REGISTRY, list_encodings, parse
-
-
-def overview() -> str:
-    """One row an encoding: what it is, where it acts, its options, the laws that hold, its source."""
-    rows = ["| encoding | what it is | acts on | weights | exactly invariant to | source |", "| --- " * 6 + "|"]
-    for name in list_encodings():
-        cls = REGISTRY[name]
-        laws = [f"{law} {law_state(cls.laws, law)}" for law in LAWS if law_state(cls.laws, law) != "does not hold"]
-        laws += [f"with `{given}`: {', '.join(sorted(own))}" for given, own in cls.variants.items()]
-        weights = "one set a layer" if cls.per_layer else "shared"
-        cells = [f"`{parse(name).resolved}`", cls.summary, ", ".join(cls.sites()), weights, "; ".join(laws), cls.paper]
-        rows.append("| " + " | ".join(cell or "-" for cell in cells) + " |")
-    meaning = [f"- **{law}**: {text}" for law, text in LAWS.items()]
-    return "\n".join([*rows, "", *meaning])
+from vitpos import pages
+from vitpos.encoding import describe
+from vitpos.spec import parse
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m vitpos.encodings", description="Look at encodings.")
+    parser.add_argument("specs", nargs="*", metavar="SPEC", help="an encoding, such as rope_axial(theta=50.0)")
+    parser.add_argument("--grid", metavar="HxW", help="draw a figure on this grid, such as 7x11")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="where the figure goes (default: SPEC.png)")
+    parser.add_argument("--docs", type=Path, metavar="FOLDER", help="write all pages and figures there")
+    given = parser.parse_args()
     try:
-        print("\n\n".join(map(describe, sys.argv[1:])) or overview())
-    except ValueError as error:
+        if given.docs:
+            pages.write(given.docs)
+        elif given.grid:
+            _draw(given.specs, given.grid, given.out)
+        else:
+            print("\n\n".join(map(describe, given.specs)) or pages.overview())
+    except (ValueError, TypeError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _draw(specs: list[str], size: str, out: Path | None) -> None:
+    sides = size.lower().split("x")
+    if len(sides) != 2 or not all(side.isdecimal() and int(side) > 0 for side in sides):
+        raise ValueError(f"--grid {size!r} must be HxW in patches, such as 7x11")
+    if not specs or (out and len(specs) > 1):
+        raise ValueError("--grid draws the specs given before it; --out names the file of one")
+    for spec in specs:
+        path = out or Path(f"{str(parse(spec)).replace(' ', '')}.png")
+        pages.draw(spec, (int(sides[0]), int(sides[1]))).savefig(path)
+        print(path)
 
 
 if __name__ == "__main__":

@@ -100,6 +100,8 @@ class ConditionalEncoding(Encoding):
 
     def _cells(self, pos: Positions) -> Tensor:
         """The index [1 | B, N] of each patch into the cells of a grid of ``pos.extent`` that holds them all."""
+        if pos.cells:
+            return (pos.coords[..., 0] * pos.extent[1] + pos.coords[..., 1]).long()
         off = pos.coords - pos.coords.round() != 0  # also true of inf and nan
         if off.any():
             raise ValueError(

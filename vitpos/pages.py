@@ -1,0 +1,204 @@
+"""Pages about encodings, made from the code: an overview table, a page each, and a figure of what each one does.
+
+Drawing needs matplotlib, which is imported when a figure is asked for.
+"""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from vitpos.composition import Position, why_not
+from vitpos.encoding import LAWS, Contextual, Encoding, Geometry, Rotations, law_state
+from vitpos.positions import Extent, Positions, grid
+from vitpos.spec import REGISTRY, Spec, list_encodings, options, parse
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Panel = tuple[str, Tensor]  # a title and a map [H, W]
+VIT_B = Geometry(dim=768, heads=12, head_dim=64, depth=12, grid=(14, 14))
+
+
+def overview() -> str:
+    """One row an encoding: where it acts, its parameters, its laws; then which encodings combine."""
+    rows = [
+        "| encoding | what it is | acts on | parameters | exactly invariant to |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for name in list_encodings():
+        cls = REGISTRY[name]
+        held = [law if law in cls.laws else f"{law}¹" for law in LAWS if law_state(cls.laws, law) != "does not hold"]
+        row = [f"[`{name}`]({name}.md)", cls.summary, ", ".join(cls.sites()), f"{parameters(name):,}", ", ".join(held)]
+        rows.append("| " + " | ".join(cell or "-" for cell in row) + " |")
+    return "\n".join(
+        [
+            "# Encodings",
+            "",
+            "Made by `make docs` from the code. Parameters are those of a ViT-B/16 at 224 px with default options; "
+            "invariances are exact ones of a whole model, without options (a page of its own says more).",
+            "",
+            *rows,
+            "",
+            "¹ without class and register tokens",
+            "",
+            *(f"- **{law}**: {meaning}." for law, meaning in LAWS.items()),
+            "",
+            "## Which combine",
+            "",
+            *_combinations(),
+        ]
+    )
+
+
+def _combinations() -> list[str]:
+    names = [name for name in list_encodings() if name not in ("native", "none")]
+    clashing = [first for first in names if any(why_not(first, second) for second in names if second != first)]
+    return [
+        "Any two combine with `+`, in any order, except",
+        "",
+        "- `none` with any other: it means no position at all;",
+        f"- two of {', '.join(f'`{name}`' for name in clashing)}: both would rotate q and k.",
+    ]
+
+
+def parameters(name: str, geometry: Geometry = VIT_B) -> int:
+    """How many parameters an encoding has in a model of this geometry, with default options."""
+    with torch.device("meta"):
+        return sum(p.numel() for p in Position(parse(name), geometry).parameters())
+
+
+def page(name: str) -> str:
+    """One encoding in Markdown: its docstring, options, laws, parameters and source."""
+    cls: type[Encoding] = REGISTRY[name]
+    lines = [
+        f"# `{name}`",
+        "",
+        f"{cls.summary[0].upper()}{cls.summary[1:]}.",
+        "",
+        *([f"![what {name} does]({name}.png)", ""] if _has_maps(name) else []),
+        "",
+    ]
+    lines += ["```text", (inspect.getdoc(cls) or "").strip(), "```", ""]
+    if options(name):
+        lines += ["| option | default |", "| --- | --- |"]
+        lines += [
+            f"| `{option.name}` | `{dict(parse(name).terms[0].options)[key]!r}` |"
+            for key, option in options(name).items()
+        ]
+        lines.append("")
+    lines += [
+        "| exact invariance | default | " + " | ".join(f"`{v}`" for v in cls.variants) + (" |" if cls.variants else "")
+    ]
+    lines += ["| --- | --- |" + " --- |" * len(cls.variants)]
+    for law, meaning in LAWS.items():
+        states = [law_state(laws, law) for laws in (cls.laws, *cls.variants.values())]
+        lines.append(f"| {law}: {meaning} | " + " | ".join(states) + " |")
+    lines += [
+        "",
+        f"Parameters in a ViT-B/16 at 224 px: {parameters(name):,} "
+        f"({'one set a layer' if cls.per_layer else 'shared by all layers'}).",
+        "",
+        f"Source: {cls.paper}.",
+    ]
+    return "\n".join(lines)
+
+
+def panels(spec: Spec, extent: Extent) -> list[Panel]:
+    """Maps over the grid of what an encoding does, at initialization, seen from the patch at the centre."""
+    torch.manual_seed(0)
+    geometry = Geometry(dim=192, heads=12, head_dim=16, depth=2, grid=extent)
+    pos = grid(*extent)
+    centre = extent[0] // 2 * extent[1] + extent[1] // 2
+    found: list[Panel] = []
+    for encoding in list(Position(spec, geometry).encodings())[-len(spec.terms) :]:
+        for site in encoding.sites():
+            found += _PANELS[site](encoding, pos, centre)
+    return [(title, values.detach().reshape(extent)) for title, values in found]
+
+
+def _of_tokens(encoding: Any, pos: Positions, centre: int) -> list[Panel]:
+    vectors = encoding.tokens(pos)[0]  # [N, D]
+    channels = [k * vectors.shape[1] // 4 for k in range(4)]
+    alike = torch.nn.functional.cosine_similarity(vectors, vectors[centre], dim=-1)
+    return [(f"channel {c}", vectors[:, c]) for c in channels] + [("cosine with the centre", alike)]
+
+
+def _of_mix(encoding: Any, pos: Positions, centre: int) -> list[Panel]:
+    impulse = torch.zeros(1, pos.coords.shape[1], encoding.geometry.dim)
+    impulse[:, centre] = 1
+    zero, ones = torch.zeros_like(impulse), torch.ones_like(impulse)
+    still = encoding.mix(zero, pos)
+    return [
+        ("an impulse, channel 0", (encoding.mix(impulse, pos) - still)[0, :, 0]),
+        ("a constant image, channel 0", (encoding.mix(ones, pos) - still)[0, :, 0]),
+    ]
+
+
+def _of_angles(encoding: Any, pos: Positions, centre: int) -> list[Panel]:
+    angles = encoding.angles(Positions(pos.coords, pos.extent))
+    if isinstance(angles, Rotations):
+        relative = angles.matrix[0, 0, centre].mT @ angles.matrix[0, 0]  # [N, d/b, b, b]
+        alike = relative.diagonal(dim1=-2, dim2=-1).mean(dim=(-2, -1))
+        entries = [(f"matrix entry (0, {c}), block 0", angles.matrix[0, 0, :, 0, 0, c]) for c in (0, 1)]
+        return [*entries, ("q = k: logit against the centre", alike)]
+    phase = angles.phase[0, 0]  # [N, d/2]
+    chosen = [k * phase.shape[1] // 4 for k in range(4)]
+    alike = (phase - phase[centre]).cos().mean(-1)
+    return [(f"cos, pair {c}", phase[:, c].cos()) for c in chosen] + [("q = k: logit against the centre", alike)]
+
+
+def _of_bias(encoding: Any, pos: Positions, centre: int) -> list[Panel]:
+    bias = encoding.bias(Positions(pos.coords, pos.extent))
+    if isinstance(bias, Contextual):
+        return [("bucket, query at the centre", bias.buckets[0, centre].float())]
+    values = bias.values[0, :, centre]  # [h, N]
+    heads = sorted({round(k * (len(values) - 1) / 3) for k in range(4)})
+    return [(f"bias, head {h}", values[h]) for h in heads]
+
+
+def _of_scale(encoding: Any, pos: Positions, centre: int) -> list[Panel]:
+    return []  # a number, not a map
+
+
+_PANELS = {"tokens": _of_tokens, "mix": _of_mix, "angles": _of_angles, "bias": _of_bias, "scale": _of_scale}
+
+
+def draw(text: str, extent: Extent) -> Figure:
+    """A figure of ``panels`` side by side, each with its own colour scale; keys that a bias hides are grey."""
+    from matplotlib.figure import Figure
+
+    spec = parse(text)
+    shown = panels(spec, extent)
+    if not shown:
+        raise ValueError(f"{spec} has no map over the grid to draw")
+    figure = Figure(figsize=(2.5 * len(shown), 2.4), layout="constrained", dpi=80)
+    figure.suptitle(f"{spec} on {extent[0]} x {extent[1]} patches", fontsize=10)
+    for axes, (title, values) in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown):
+        axes.set_facecolor("0.7")
+        low, high = values[values.isfinite()].aminmax()
+        image = axes.imshow(values.masked_fill(~values.isfinite(), float("nan")), vmin=low, vmax=high, cmap="viridis")
+        axes.plot(extent[1] // 2, extent[0] // 2, "w+", markersize=7)
+        axes.set_title(title, fontsize=8)
+        axes.set_xticks([])
+        axes.set_yticks([])
+        figure.colorbar(image, ax=axes, shrink=0.8).ax.tick_params(labelsize=7)
+    return figure
+
+
+def write(folder: Path) -> None:
+    """Overview, pages and figures of all encodings."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "README.md").write_text(overview() + "\n")
+    for name in list_encodings():
+        (folder / f"{name}.md").write_text(page(name) + "\n")
+        if _has_maps(name):
+            draw(name, (7, 11)).savefig(folder / f"{name}.png", metadata={"Software": None})
+
+
+def _has_maps(name: str) -> bool:
+    return not set(REGISTRY[name].sites()) <= {"scale"}
