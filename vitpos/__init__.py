@@ -3,6 +3,7 @@
 from vitpos import encodings as _encodings  # noqa: F401  (registers them)
 from vitpos.backbone import attach, create_model, resize_policy, set_resize
 from vitpos.checkpoint import load, read_card, save
+from vitpos.conversions import convert
 from vitpos.encoding import Encoding, describe
 from vitpos.spec import list_encodings, parse, register
 
@@ -10,6 +11,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Encoding",
     "attach",
+    "convert",
     "create_model",
     "describe",
     "list_encodings",

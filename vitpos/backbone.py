@@ -387,6 +387,10 @@ def resize_policy(model: nn.Module) -> str:
 def set_resize(model: nn.Module, policy: str) -> nn.Module:
     """Switch the resize policy of all of a model's encodings, in place; ``default`` is that of its spec.
 
+    ``extrapolate``: coordinates run on; ``interpolate``: they are scaled into the training grid, or a table is
+    resampled; ``normalized``: they are fractions of the image by definition. Some encodings have more of their
+    own (``ntk``, ``linspace``, ``fractional``), described with them.
+
     Raises ValueError where an encoding does not offer the policy; nothing is then changed.
     """
     encodings = [e for e in position_of(model).encodings() if e.resize is not None]
