@@ -184,6 +184,8 @@ def test_resume_of_a_finished_run_says_so(monkeypatch, tmp_path, capsys):
         (["pos=ape1d"], "was trained with pos=none and cannot go on with ape1d"),
         (["model.kwargs.depth=3"], "was trained with model.kwargs.depth=1 and cannot go on with 3"),
         (["seed=4"], "was trained with seed=0"),
+        (["out=elsewhere"], "was trained with out=run"),
+        (["experiment=demo"], "leave experiment out"),
         (["data=cifar10"], "was trained with data=digits and cannot go on with cifar10"),
     ],
 )

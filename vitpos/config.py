@@ -119,10 +119,12 @@ def resumed(cfg: DictConfig, folder: Path) -> DictConfig:
     given = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
     for override in given:
         key = override.split("=")[0].lstrip("+~")
-        if key in ("resume", "out", "experiment"):
+        if key == "resume":
             continue
+        if key == "experiment":
+            raise ValueError(f"resume={folder} goes on with its own configuration; leave experiment out")
         ours, theirs = OmegaConf.select(cfg, key), OmegaConf.select(stored, key)
-        if key in ("train.cpu", "train.threads", "data.workers"):  # may change: no number depends on them
+        if key in ("train.cpu", "train.threads", "data.workers"):  # how, not what: a run may move to another machine
             OmegaConf.update(stored, key, ours)
             continue
         if key == "pos":
