@@ -29,7 +29,7 @@ class Kerple(OffsetBias):
     """
 
     summary = "logits fall with the logarithm of the Euclidean distance, two learned numbers a head"
-    paper = "Chi et al. 2022, KERPLE, arXiv:2205.09921, the logarithmic variant of eq. 7"
+    paper = "Chi et al. 2022, KERPLE, arXiv:2205.09921, the logarithmic variant"
     laws = frozenset({"offset", "transpose"})
     variants = {"wrap=True": frozenset({"offset", "circular", "transpose"})}
 

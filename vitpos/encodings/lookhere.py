@@ -23,9 +23,10 @@ ON_THE_EDGE = 1e-3  # patches: so near to the edge of a field of view, rounding 
 class LookHere(OffsetBias):
     """Logit of (query, key) += -g s_l s_h |query - key| where the head sees the key, else -inf; nothing is learned.
 
-    A directed head sees the keys in a field of view of ``kind`` degrees around its direction, edges and itself
-    included; a free head sees all. s_l falls linearly over the layers from 1.5 to 0.5; s_h is 1 for directed
-    heads, 1/2, 1/8, 1/32, 1/128 for free ones; g is ``global_slope``. Pairs with a prefix token get 0.
+    A directed head sees the keys in a field of view of ``kind`` degrees around its direction, edges (to a thousandth
+    of a patch) and itself included; a free head sees all. s_l falls linearly over the layers from 1.5 to 0.5; s_h
+    is 1 for directed heads, 1/2, 1/8, 1/32, 1/128 for free ones; g is ``global_slope``. Pairs with a prefix token
+    get 0.
 
     The source has 12 heads, 8 directed and 4 free. For other numbers the rule is ours: two thirds (rounded down)
     are directed, at least one is free; directions and free slopes are dealt in the order of the source, over

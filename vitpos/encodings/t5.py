@@ -48,7 +48,7 @@ class T5Bias(OffsetBias):
     """
 
     summary = "learned logit bias for each bucket of row and column offsets, per head, shared by all layers"
-    paper = "Raffel et al. 2020, T5, arXiv:1910.10683, section 2.1; per axis as in common 2D ports"
+    paper = "Raffel et al. 2020, T5, arXiv:1910.10683, section 2.1"
     laws = frozenset({"offset"})
     variants = {"wrap=True": frozenset({"offset", "circular"})}
 
