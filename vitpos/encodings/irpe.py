@@ -36,8 +36,9 @@ class ImageRpe(OffsetBias):
 
     Mind that Q is read at key minus query and that P is not divided by sqrt(d), as in the published code (in the
     paper P is). Deviations: components of offsets that are no whole numbers are rounded (product); the source
-    reserves 2 beta + 1 Euclidean buckets, of which distances use the beta + 1 here. Its terms on values are left out. ``resize``: offsets are taken as they are (far ones share the
-    last buckets), or scaled into the training grid. With ``wrap`` they are the shorter way around the sides.
+    reserves 2 beta + 1 Euclidean buckets, of which distances use the beta + 1 here. Its terms on values are left
+    out. ``resize``: offsets are taken as they are (far ones share the last buckets), or scaled into the training
+    grid. With ``wrap`` they are the shorter way around the sides.
 
     Seven indices an axis, -3 .. 3: the offset (-1, 4) has bucket (3 - 1) 7 + (3 + 3), its opposite (3 + 1) 7 + 0:
 
@@ -47,7 +48,7 @@ class ImageRpe(OffsetBias):
     """
 
     summary = "queries (or keys) meet a learned vector for each bucket of offsets, per layer"
-    paper = "Wu et al. 2021, Rethinking and Improving Relative Position Encoding, arXiv:2107.14222, section 3; index: eq. 18"
+    paper = "Wu et al. 2021, Image Relative Position Encoding (iRPE), arXiv:2107.14222, section 3; index: eq. 18"
     laws = frozenset({"offset"})
     variants = {
         "on='qk', method='euclidean'": frozenset({"offset", "transpose"}),
