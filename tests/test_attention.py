@@ -239,11 +239,12 @@ def test_randomized_models_differ_by_encoding():
     """Otherwise the comparisons above would compare nothing."""
     x = images((3, 5))
     outputs = {}
-    for name in ENCODINGS:
+    positional = [name for name in ENCODINGS if name != "logn"]  # 1 on the training grid
+    for name in positional:
         model = tiny(name, (3, 5), 0)
         randomize_(model)
         outputs[name] = model(x).detach()
-    for a in ENCODINGS:
-        for b in ENCODINGS:
+    for a in positional:
+        for b in positional:
             if a < b:
                 assert relative_change(outputs[a], outputs[b]) > 1e-4, (a, b)

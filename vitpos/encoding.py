@@ -285,15 +285,22 @@ class OffsetBias(Encoding):
         return offset
 
     def bias(self, pos: Positions) -> Bias:
-        if not pos.full:
-            offset = pos.coords.unsqueeze(2) - pos.coords.unsqueeze(1)  # [1 | B, N, N, 2]
-            return PairBias(self.at(offset, pos.extent).transpose(0, 1), self.prefix_bias())
+        if not pos.cells:
+            return PairBias(self.at(_between(pos.coords), pos.extent).transpose(0, 1), self.prefix_bias())
         height, width = pos.extent
         like = pos.coords
         y = torch.arange(1 - height, height, device=like.device, dtype=like.dtype)
         x = torch.arange(1 - width, width, device=like.device, dtype=like.dtype)
-        offset = torch.stack(torch.meshgrid(y, x, indexing="ij"), dim=-1)  # [2H-1, 2W-1, 2]
-        return OffsetTable(self.at(offset, pos.extent), self.prefix_bias())
+        table = self.at(torch.stack(torch.meshgrid(y, x, indexing="ij"), dim=-1), pos.extent)  # [1 | h, 2H-1, 2W-1]
+        if pos.full:
+            return OffsetTable(table, self.prefix_bias())
+        i, j = (_between(pos.coords).long() + torch.tensor([height - 1, width - 1], device=like.device)).unbind(-1)
+        return PairBias(table[:, i, j].transpose(0, 1), self.prefix_bias())
+
+
+def _between(coords: Tensor) -> Tensor:
+    """Query minus key for all pairs: [..., N, 2] to [..., N, N, 2]."""
+    return coords.unsqueeze(-2) - coords.unsqueeze(-3)
 
 
 def require_multiple(what: str, value: int, of: int, name: str) -> None:
