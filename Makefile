@@ -25,6 +25,23 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Two trainings at a time, one thread each, then both probes on all of them.
+DEMO := runs/demo
+TRAIN_DEMO := $(BIN)/python train.py -m experiment=demo hydra/launcher=joblib hydra.launcher.n_jobs=$(JOBS)
+
+demo: install
+	rm -rf $(DEMO)
+	$(TRAIN_DEMO) pos=none,ape1d,ape2d,sincos2d,rope_axial,rpb out=$(DEMO)/home
+	$(TRAIN_DEMO) data.placement=uniform pos=sincos2d,rope_axial out=$(DEMO)/uniform
+	$(BIN)/python eval.py runs=$(DEMO)
+
+# The README's figures, from the demo's results.
+figures: $(DEMO)/eval/results.json
+	cp $(DEMO)/eval/figures/position.png $(DEMO)/eval/figures/shift.png assets/
+
+$(DEMO)/eval/results.json:
+	$(MAKE) demo
+
 docs: install
 	$(BIN)/python -m vitpos.encodings --docs docs/encodings
 

@@ -284,6 +284,16 @@ def test_timm_methods(name):
     assert [tuple(f.shape) for f in features(torch.randn(1, 3, 64, 48))] == [(1, 48, 4, 3)] * 2
 
 
+def test_a_new_model_is_timms():
+    """Where its class token's position row went does not show."""
+    torch.manual_seed(3)
+    theirs = timm.create_model(TIMM, **SMALL).eval()
+    torch.manual_seed(3)
+    ours = vitpos.create_model(TIMM, pos="ape1d", **SMALL).eval()
+    x = torch.randn(1, 3, 48, 80)
+    assert torch.equal(ours(x), theirs(x))
+
+
 def test_backbone_weights_do_not_depend_on_the_encoding():
     states = {}
     for name in [*ENCODINGS, "native", "rope_mixed + ape1d"]:

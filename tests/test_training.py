@@ -23,13 +23,8 @@ INFO = data.Info("digits", [str(i) for i in range(10)], 1, (24, 24), [0.0], [1.0
 
 
 def backbone(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Weights that are not the encoding's. Position rows of prefix tokens, if any, count as part of the tokens."""
-    state = {k: v for k, v in model.state_dict().items() if not training.is_positional(k)}
-    prefix = torch.cat([state.pop(k) for k in ("cls_token", "reg_token") if k in state] or [torch.zeros(1, 0, 1)], 1)
-    table = getattr(model, "pos_embed", None)
-    if table is not None and table.shape[1] > model.patch_embed.num_patches:
-        prefix = prefix + table[:, : prefix.shape[1]]
-    return {**state, "prefix": prefix}
+    """Weights that are not the encoding's."""
+    return {k: v for k, v in model.state_dict().items() if not training.is_positional(k)}
 
 
 # named random streams

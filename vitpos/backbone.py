@@ -263,9 +263,11 @@ def create_model(
         plain = str(name).split(".")[0].split("/")[-1]
         if not isinstance(name, str) or not name.startswith(("hf-hub:", "hf_hub:", "local-dir:")):
             raise ValueError(f"unknown timm model {name!r}; {nearest(plain, timm.list_models(f'{plain[:4]}*'))}")
+    trained = bool(kwargs.get("pretrained") or kwargs.get("checkpoint_path"))
+    if kwargs.get("weight_init") == "skip" and not trained:
+        raise ValueError("weight_init='skip' leaves pos_embed and tokens uninitialized; use 'reset' for PyTorch's own")
     model = timm.create_model(name, **kwargs)
     target: Any = model if isinstance(model, timm_vit.VisionTransformer) else getattr(model, "model", model)
-    trained = bool(kwargs.get("pretrained") or kwargs.get("checkpoint_path"))
     if kwargs.get("img_size") is not None and not kwargs.get("dynamic_img_pad") and hasattr(target, "patch_embed"):
         size, patch = target.patch_embed.img_size, target.patch_embed.patch_size
         if any(s % p for s, p in zip(size, patch)):
@@ -348,12 +350,17 @@ def _resolve_native(model: Any, spec: Spec) -> Spec:
 
 
 def _move_table(model: Any, position: Position, trained: bool) -> None:
-    """Give the model's ``pos_embed`` to ``ape1d``, or take it away; or make one where there was none."""
+    """Give the model's ``pos_embed`` to ``ape1d``, or take it away; or make one where there was none.
+
+    Before a table goes away its rows for prefix tokens move into those tokens. In a new model they do so even if
+    it stays, so that class and register tokens start alike, bit for bit, whatever the encoding.
+    """
     table = model.pos_embed
     rows = 0 if model.no_embed_class else model.num_prefix_tokens
-    if "ape1d" not in position.shared:
-        if table is not None and trained and rows:
-            _fold_prefix(model, table.data[:, :rows])
+    stays = "ape1d" in position.shared
+    if table is not None and rows and not (trained and stays):
+        _fold_prefix(model, table[:, :rows])
+    if not stays:
         model.pos_embed = None
         return
     encoding: Any = position.shared["ape1d"]
@@ -368,13 +375,14 @@ def _move_table(model: Any, position: Position, trained: bool) -> None:
 
 
 def _fold_prefix(model: Any, rows: Tensor) -> None:
-    """Add the table's rows [1, P, D] to the class and register tokens they were added to."""
+    """Move the table's rows [1, P, D] into the class and register tokens they are added to."""
     with torch.no_grad():
         start = 0
         for token in (model.cls_token, model.reg_token):
             if token is not None:
                 token.add_(rows[:, start : start + token.shape[1]])
                 start += token.shape[1]
+        rows.zero_()
 
 
 def resize_policy(model: nn.Module) -> str:

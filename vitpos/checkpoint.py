@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from safetensors.torch import save as serialize
 from timm.models import get_model_args
 from torch import nn
 
@@ -63,7 +64,7 @@ def save(
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".saving-") as folder:
         whole = Path(folder) / path.name
-        save_file(weights, whole, metadata={"vitpos": text})
+        whole.write_bytes(serialize(weights, metadata={"vitpos": text}))  # (save_file makes it private to its owner)
         os.replace(whole, path)
     return path
 

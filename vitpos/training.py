@@ -51,9 +51,7 @@ def create_model(run: RunConfig, info: data.Info) -> nn.Module:
     """The timm model with its encoding: bit-equal backbone weights at one seed, whatever the encoding."""
     kwargs = dict(run.model.kwargs, in_chans=info.in_chans, num_classes=len(info.classes), img_size=info.img_size)
     torch.manual_seed(seeds.stream(run.seed, "backbone"))
-    model = vitpos.create_model(run.model.name, pos="native", **kwargs)
-    torch.manual_seed(seeds.stream(run.seed, "encoding"))
-    return vitpos.attach(model, run.pos)
+    return vitpos.create_model(run.model.name, pos=run.pos, encoding_seed=seeds.stream(run.seed, "encoding"), **kwargs)
 
 
 def is_positional(name: str) -> bool:
