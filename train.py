@@ -59,7 +59,9 @@ def main(cfg: DictConfig) -> None:
                     lr = training.set_learning_rate(optimizer, run.train, step, steps)
                     torch.manual_seed(seeds.stream(run.seed, "regularize", step, rank))
                     with accelerator.autocast():
-                        logits = parallel(data.normalize(x, train_set.info))
+                        logits = parallel(
+                            data.normalize(x, train_set.info), **training.coordinates(model, x, run, step)
+                        )
                     loss = criterion(logits.float(), y)
                     accelerator.backward(loss)
                     if run.train.clip_grad > 0:

@@ -50,6 +50,20 @@ def test_an_encodings_own_weights_follow_the_seed():
     assert not any(torch.equal(first[k], other[k]) for k in names)
 
 
+def test_coordinate_augmentation_is_keyed_by_step_and_off_by_default():
+    model = training.create_model(run_config("rope_axial"), INFO)
+    x = torch.zeros(2, 1, 24, 24)
+    assert training.coordinates(model, x, run_config(), 3) == {}
+    run = run_config(coords=config.CoordsConfig(shift=0.2, jitter=0.3))
+    first, again, later = (training.coordinates(model, x, run, step)["coords"] for step in (3, 3, 4))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, later)
+    other = training.coordinates(model, x, run_config(seed=1, coords=run.train.coords), 3)["coords"]
+    assert not torch.equal(first, other)
+    assert first.shape == (1, 36, 2)
+    assert model(x, coords=first).shape == (2, 10)
+
+
 # optimizer
 
 

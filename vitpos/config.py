@@ -32,6 +32,16 @@ class ModelConfig:
 
 
 @dataclass
+class CoordsConfig:
+    """Augmentation of the patches' coordinates, one draw a batch: see ``vitpos.positions.augment``. Off by default."""
+
+    shift: float = 0.0  # along each axis, in half sides of the image
+    stretch: float = 1.0  # largest factor of each axis
+    rescale: float = 1.0  # largest factor of both axes together
+    jitter: float = 0.0  # of each patch, standard deviation in patches
+
+
+@dataclass
 class TrainConfig:
     epochs: int = 32
     batch_size: int = 64  # over all processes
@@ -42,6 +52,7 @@ class TrainConfig:
     betas: list[float] = field(default_factory=lambda: [0.9, 0.98])
     warmup: float = 0.1  # fraction of all steps, then cosine to zero
     label_smoothing: float = 0.1
+    coords: CoordsConfig = field(default_factory=CoordsConfig)
     clip_grad: float = 1.0  # largest gradient norm; 0 switches clipping off
     ema: float | None = None  # decay of an exponential moving average of the weights, e.g. 0.999
     precision: str = "no"  # no (float32), bf16 or fp16
@@ -71,16 +82,31 @@ def register() -> None:
 def typed(cfg: DictConfig) -> RunConfig:
     """The composed configuration as checked dataclasses; ValueError or TypeError says which value is wrong."""
     values: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
-    for part, kind in (("", RunConfig), ("model", ModelConfig), ("train", TrainConfig)):
-        known = [f.name for f in dataclasses.fields(kind)]
-        for key in values[part] if part else values:
-            if key not in known:
-                raise ValueError(f"unknown config key {f'{part}.{key}'.lstrip('.')!r}; {spec.nearest(key, known)}")
-    run = RunConfig(**{**values, "model": ModelConfig(**values["model"]), "train": TrainConfig(**values["train"])})
+    _check_keys(values, RunConfig)
+    train = {**values["train"], "coords": _build(CoordsConfig, values["train"].get("coords", {}), "train.coords.")}
+    run = RunConfig(
+        **{
+            **values,
+            "model": _build(ModelConfig, values["model"], "model."),
+            "train": _build(TrainConfig, train, "train."),
+        }
+    )
     run.data = data.resolve(values["data"])
     run.pos = str(spec.parse(run.pos))
     check(run)
     return run
+
+
+def _check_keys(values: dict[str, Any], kind: Any, prefix: str = "") -> None:
+    known = [f.name for f in dataclasses.fields(kind)]
+    for key in values:
+        if key not in known:
+            raise ValueError(f"unknown config key {prefix + key!r}; {spec.nearest(key, known)}")
+
+
+def _build(kind: Any, values: dict[str, Any], prefix: str) -> Any:
+    _check_keys(values, kind, prefix)
+    return kind(**values)
 
 
 def check(run: RunConfig) -> None:
@@ -97,6 +123,10 @@ def check(run: RunConfig) -> None:
         ("train.betas", t.betas, len(t.betas) == 2 and all(0 <= b < 1 for b in t.betas), "two numbers in [0, 1)"),
         ("train.warmup", t.warmup, 0 <= t.warmup < 1, "in [0, 1)"),
         ("train.label_smoothing", t.label_smoothing, 0 <= t.label_smoothing < 1, "in [0, 1)"),
+        ("train.coords.shift", t.coords.shift, t.coords.shift >= 0, "0 or more"),
+        ("train.coords.stretch", t.coords.stretch, t.coords.stretch >= 1, "1 or more"),
+        ("train.coords.rescale", t.coords.rescale, t.coords.rescale >= 1, "1 or more"),
+        ("train.coords.jitter", t.coords.jitter, t.coords.jitter >= 0, "0 or more"),
         ("train.clip_grad", t.clip_grad, t.clip_grad >= 0, "0 or more"),
         ("train.ema", t.ema, t.ema is None or 0 < t.ema < 1, "null or in (0, 1)"),
         ("train.precision", t.precision, t.precision in PRECISIONS, f"one of {', '.join(PRECISIONS)}"),

@@ -28,7 +28,7 @@ from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
 import vitpos
-from vitpos import config, data, seeds
+from vitpos import config, data, positions, seeds
 from vitpos.config import RunConfig, TrainConfig
 
 PACKAGES = ("vitpos", "torch", "timm", "torchvision", "accelerate", "numpy", "scikit-learn")
@@ -80,6 +80,15 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, cfg: TrainConfig, step: 
     for group in optimizer.param_groups:
         group["lr"] = lr * group["lr_scale"]
     return lr
+
+
+def coordinates(model: Any, x: Tensor, run: RunConfig, step: int) -> dict[str, Tensor]:
+    """What the model is told besides the images: augmented coordinates where the configuration asks for them."""
+    if run.train.coords == config.CoordsConfig():
+        return {}
+    grid = positions.grid(*model.patch_embed.dynamic_feat_size(tuple(x.shape[-2:])))
+    draws = seeds.generator(run.seed, "coordinates", step)
+    return {"coords": positions.augment(grid, **dataclasses.asdict(run.train.coords), generator=draws).to(x.device)}
 
 
 def create_ema(model: nn.Module, cfg: TrainConfig) -> ModelEmaV3 | None:
