@@ -300,6 +300,7 @@ def _attach(model: Any, spec: Spec, trained: bool) -> None:
         head_dim=attention.head_dim,
         depth=len(model.blocks),
         grid=_training_grid(model),
+        prefix=model.num_prefix_tokens,
     )
     with weight.device:
         position = Position(spec, geometry).to(weight.dtype)  # may refuse: the model is still as it was
