@@ -124,7 +124,7 @@ def test_memory_is_flat_over_many_sizes(name):
 def test_any_head_width_that_the_formula_allows(name, head_dim):
     """An encoding runs at a head width, or says at construction which widths it takes."""
     kwargs = {"img_size": (4, 6), "patch_size": 2, "embed_dim": 2 * head_dim, "num_heads": 2, "depth": 1}
-    steps = {"rope1d": 2, "comrope": 4, "liere": 2, "string": 4}  # those that rotate; rope_* by pairs for each axis
+    steps = {"rope1d": 2, "comrope": 2, "liere": 2, "string": 4}  # those that rotate; rope_* by pairs for each axis
     multiple = steps.get(name, 4 if name.startswith("rope_") else 1)
     if head_dim % multiple:
         with pytest.raises(ValueError, match=f"multiple of {multiple}, got {head_dim}|block"):
