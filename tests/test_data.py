@@ -1,6 +1,7 @@
 import os
 import pickle
 from pathlib import Path
+from urllib.error import URLError
 
 import numpy as np
 import pytest
@@ -62,6 +63,14 @@ def test_stratified_counts():
     assert np.bincount(labels[chosen]).tolist() == [3, 7, 1]
     with pytest.raises(ValueError, match="class 1 has a single image"):
         data.stratified(np.array([0, 0, 1]), seeds.sample_keys(["a", "b", "c"]), 1, 0)
+
+
+@pytest.mark.parametrize(("size", "expected"), [(3, [3, 1]), (99, [99, 1])])
+def test_a_rare_class_is_in_both_parts_of_a_split(size, expected):
+    """In proportion it would have 0.06 of 3 samples, and 1.94 of 99: none, and both."""
+    labels = np.repeat([0, 1], [100, 2])
+    chosen = data.stratified(labels, seeds.sample_keys([str(i) for i in range(102)]), size, 0)
+    assert np.bincount(labels[chosen], minlength=2)[1] == expected[1]
 
 
 # digits
@@ -314,12 +323,116 @@ def test_greyscale_images_become_rgb(tmp_path):
     assert torch.all(folder(root, "test").batch([0]) == 128 / 255)
 
 
+def decoded(root: Path, image: Image.Image, name="0.png", **options) -> torch.Tensor:
+    """What a single image of the test set comes out as, in 0..255."""
+    (root / "val" / "ant" / "0.png").unlink(missing_ok=True)
+    image.save(root / "val" / "ant" / name, **options)
+    return folder(root, "test").batch([0])[0] * 255
+
+
+@pytest.mark.parametrize("name", ["0.png", "0.tif"])
+def test_16_bit_images_keep_their_greys(tmp_path, name):
+    ramp = np.linspace(0, 65535, 256).astype(np.uint16).reshape(16, 16)
+    x = decoded(make_tree(tmp_path, ("train", "val")), Image.fromarray(ramp), name)
+    np.testing.assert_array_equal(x.numpy(), np.broadcast_to(np.arange(256).reshape(16, 16), (3, 16, 16)))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.int32])
+def test_pixels_of_no_known_range_are_refused(tmp_path, dtype):
+    root = make_tree(tmp_path, ("train", "val"))
+    with pytest.raises(ValueError, match=r"cannot decode image .*ant/0\.tif: .* mode [IF], whose range is unknown"):
+        decoded(root, Image.fromarray(np.full((16, 16), 0.5 if dtype is np.float32 else 9, dtype)), "0.tif")
+
+
+def test_an_image_stands_as_its_exif_orientation_says(tmp_path):
+    pixels = np.zeros((16, 16), np.uint8)
+    pixels[:8] = 255  # bright above; the camera was turned by 180 degrees
+    exif = Image.Exif()
+    exif[0x0112] = 3
+    x = decoded(make_tree(tmp_path, ("train", "val")), Image.fromarray(pixels), "0.png", exif=exif)
+    assert (x[:, :8] == 0).all()
+    assert (x[:, 8:] == 255).all()
+
+
+def test_transparent_pixels_become_white(tmp_path):
+    pixels = np.zeros((16, 16, 4), np.uint8)
+    pixels[:8, :, 0] = 200  # red, yet only the right half is opaque
+    pixels[:, 8:, 3] = 255
+    x = decoded(make_tree(tmp_path, ("train", "val")), Image.fromarray(pixels))
+    assert (x[:, :, :8] == 255).all()
+    assert x[:, 0, 12].tolist() == [200, 0, 0]
+
+
+@pytest.mark.parametrize("flip", [False, True])
+def test_folder_flips_when_it_is_told_to(tmp_path, flip):
+    ds = folder(make_tree(tmp_path, ("train", "val"), size=(16, 16), images=10), flip=flip, min_crop_area=1.0)
+    whole, x = ds.batch(range(len(ds))), ds.augmented(range(len(ds)), 0, 0)
+    flipped = [torch.equal(a, b.flip(2)) for a, b in zip(x, whole)]
+    assert all(f or torch.equal(a, b) for f, a, b in zip(flipped, x, whole))
+    assert any(flipped) is flip
+
+
 def test_empty_class_folder_is_named(tmp_path):
     root = make_tree(tmp_path, ("train", "val"))
     (root / "train" / "cow").mkdir()
     (root / "train" / "cow" / "notes.txt").write_text("no image")
     with pytest.raises(ValueError, match=r"class folder .*cow holds no image"):
         folder(root)
+
+
+@pytest.mark.parametrize(
+    ("parts", "images", "message"),
+    [
+        ((".",), 2, "ant holds 2 images; at least 3 are needed to carve train, val and test"),
+        (("train", "val"), 1, "train/ant holds 1 image; at least 2 are needed to carve train and val"),
+    ],
+)
+def test_class_too_small_to_carve(tmp_path, parts, images, message):
+    root = make_tree(tmp_path, parts, images=images)
+    with pytest.raises(ValueError, match=message):
+        folder(root)
+    for path in root.rglob("1.png" if images == 2 else "0.png"):
+        path.with_name("more.png").write_bytes(path.read_bytes())
+    assert len(folder(root)) == 2
+
+
+def test_cifar_class_too_small_to_carve(tmp_path):
+    make_tree(tmp_path, ("train", "test"), images=1, classes=[f"class{i}" for i in range(10)])
+    with pytest.raises(ValueError, match="train/class0 holds 1 image; at least 2"):
+        data.load({"name": "cifar10", "root": str(tmp_path)})
+
+
+def test_unreadable_folder_is_not_an_empty_one(tmp_path, monkeypatch):
+    root = make_tree(tmp_path, ("train", "val"))
+    scandir = os.scandir
+
+    def guarded(path):
+        if str(path).endswith(locked):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", guarded)
+    for locked in ("train/bee", "train"):
+        with pytest.raises(ValueError, match=f"cannot read folder .*{locked}: Permission denied"):
+            folder(root)
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_failed_download_leaves_nothing(tmp_path, monkeypatch, there):
+    root = tmp_path / "new" / "cifar"
+    if there:
+        root.mkdir(parents=True)
+
+    def offline(self):
+        Path(self.root).mkdir(parents=True, exist_ok=True)
+        Path(self.root, self.filename).write_text("half of it")
+        raise URLError("Name or service not known")
+
+    monkeypatch.setattr("torchvision.datasets.CIFAR10.download", offline)
+    with pytest.raises(ValueError, match=r"cannot be downloaded .*not known.*; fetch http.*data\.root") as caught:
+        data.load({"name": "cifar10", "root": str(root), "download": True})
+    assert "\n" not in str(caught.value)
+    assert sorted(tmp_path.rglob("*")) == ([root.parent, root] if there else [])
 
 
 @pytest.mark.parametrize("workers", [0, 2])

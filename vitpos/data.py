@@ -10,16 +10,19 @@ Shapes: b images, C channels, H, W pixels, (y, x) order. Pixels are float32 in 0
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import os
+import shutil
+import signal
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image
+from PIL import Image, ImageOps
 from torch import Tensor
 from torchvision import datasets as tv_datasets
 from torchvision.datasets.folder import IMG_EXTENSIONS
@@ -174,6 +177,11 @@ class Dataset:
         return torch.from_numpy(seeds.integers(stream, self.keys[indices.numpy()], highs)).to(self.device)
 
 
+def fingerprint(*parts: Dataset) -> str:
+    """Hash of the sample ids of each part, in order: it says whether two runs train and validate on the same."""
+    return hashlib.blake2b("\n\n".join("\n".join(p.ids) for p in parts).encode(), digest_size=16).hexdigest()
+
+
 def epoch_batches(n: int, batch_size: int, seed: int, epoch: int, rank: int = 0, world: int = 1) -> list[Tensor]:
     """This epoch's batches of indices, each int64 [batch_size / world]; an incomplete last one is dropped.
 
@@ -300,7 +308,7 @@ class Cifar(Dataset):
     """CIFAR in memory, uint8 [N, 3, 32, 32] on the device; random crop and flip one batch at a time."""
 
     def __init__(self, cfg: CifarConfig, split: str, seed: int):
-        root = _existing(cfg.root, cfg.name, create=cfg.download)
+        root = _existing(cfg.root, cfg.name, may_be_new=cfg.download)
         if cfg.crop_padding < 0:
             raise ValueError(f"data.crop_padding={cfg.crop_padding} must be 0 or more pixels")
         source, labels, classes, ids = _read_cifar(cfg, root, "test" if split == "test" else "train")
@@ -339,9 +347,11 @@ class Cifar(Dataset):
 def _read_cifar(cfg: CifarConfig, root: Path, part: str) -> tuple[Sequence[Any], np.ndarray, list[str], list[str]]:
     """(images or their paths, labels [N], class names, ids) from whichever of the two layouts is there."""
     kind = {"cifar10": tv_datasets.CIFAR10, "cifar100": tv_datasets.CIFAR100}[cfg.name]
-    if (root / kind.base_folder).is_dir() or cfg.download:
+    if cfg.download:
+        _download(kind, cfg.name, root)
+    if (root / kind.base_folder).is_dir():
         try:
-            archive = kind(str(root), train=part == "train", download=cfg.download)
+            archive = kind(str(root), train=part == "train")
         except RuntimeError:
             raise ValueError(
                 f"{root / kind.base_folder} is incomplete or corrupt; data.download=true fetches it again"
@@ -354,8 +364,29 @@ def _read_cifar(cfg: CifarConfig, root: Path, part: str) -> tuple[Sequence[Any],
             f"data.download=true fetches it) or train/ and test/ with a folder a class"
         )
     classes = _class_folders(root / part)
-    paths, labels = _scan(root / part, classes)
+    paths, labels = _scan(root / part, classes, () if part == "test" else ("train", "val"))
     return paths, labels, classes, [p.relative_to(root).as_posix() for p in paths]
+
+
+def _download(kind: Any, name: str, root: Path) -> None:
+    """torchvision's archive below root, or nothing new there."""
+    new = [path for path in (root / kind.filename, root / kind.base_folder, root, *root.parents) if not path.exists()]
+    try:
+        kind(str(root), download=True)
+    except BaseException as error:
+        for path in filter(Path.exists, new):
+            if path.is_file():
+                path.unlink()
+            elif path.name == kind.base_folder:
+                shutil.rmtree(path)
+            elif not any(path.iterdir()):
+                path.rmdir()
+        if not isinstance(error, (OSError, RuntimeError)):
+            raise
+        raise ValueError(
+            f"{name} cannot be downloaded to {root}: {error}; fetch {kind.url} where there is a network and put "
+            f"the file, or {kind.base_folder}/ from it, in data.root"
+        ) from None
 
 
 def _pixels(image: Path | np.ndarray, name: str) -> np.ndarray:
@@ -406,7 +437,11 @@ class Folder(Dataset):
                 odd = sorted(set(classes) ^ set(_class_folders(part)))
                 raise ValueError(f"{part} and {base} hold different classes: {', '.join(odd[:5])} in one only")
             return *_scan(part, classes), classes
-        paths, labels = _scan(base, classes)
+        if given:
+            parts: tuple[str, ...] = ("train", "val")
+        else:
+            parts = ("train and val", "test") if split == "test" else SPLITS
+        paths, labels = _scan(base, classes, parts)
         ids = [p.relative_to(root).as_posix() for p in paths]
         if not given:
             size = round(cfg.test_fraction * len(ids))
@@ -449,8 +484,10 @@ class Folder(Dataset):
             num_workers=self.workers,
             collate_fn=_collate,
             pin_memory=self.device.type == "cuda",
+            worker_init_fn=_ignore_interrupts,
         )
-        for indices, images in zip(batches, loader):
+        # the loader comes first: read to its end it closes its workers here, not in __del__, where an interrupt is lost
+        for images, indices in zip(loader, batches):
             if isinstance(images, Exception):
                 raise images
             x = images.to(self.device, non_blocking=True).float() / 255
@@ -468,48 +505,75 @@ class _Stream(torch.utils.data.Dataset):
             return error
 
 
+def _ignore_interrupts(worker: int) -> None:
+    """Ctrl-C reaches every process of a terminal; the main one ends its workers."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 def _collate(items: list[Tensor | Exception]) -> Tensor | Exception:
     return next((i for i in items if isinstance(i, Exception)), None) or torch.stack(items)  # type: ignore[arg-type]
 
 
-def _existing(root: str | None, name: str, create: bool = False) -> Path:
+def _existing(root: str | None, name: str, may_be_new: bool = False) -> Path:
     if root is None:
         raise ValueError(f"data={name} needs data.root=FOLDER, where its images are")
     path = Path(os.path.expanduser(root))
-    if not path.is_dir() and not create:
+    if not path.is_dir() and not may_be_new:
         raise FileNotFoundError(f"data.root={root} is not a folder")
     return path
 
 
 def _class_folders(base: Path) -> list[str]:
-    classes = sorted(e.name for e in os.scandir(base) if e.is_dir() and not e.name.startswith("."))
+    try:
+        classes = sorted(e.name for e in os.scandir(base) if e.is_dir() and not e.name.startswith("."))
+    except OSError as error:
+        _unreadable(error)
     if len(classes) < 2:
         raise ValueError(f"{base} holds {len(classes)} class folders; expected one folder a class, at least 2")
     return classes
 
 
-def _scan(base: Path, classes: list[str]) -> tuple[list[Path], np.ndarray]:
-    """Image paths of every class, in sorted order, and their labels int64 [N]."""
+def _unreadable(error: OSError) -> NoReturn:
+    raise ValueError(f"cannot read folder {error.filename}: {error.strerror}") from None
+
+
+def _scan(base: Path, classes: list[str], parts: Sequence[str] = ()) -> tuple[list[Path], np.ndarray]:
+    """Image paths of every class, in sorted order, and their labels int64 [N]; enough of each to carve ``parts``."""
     paths: list[Path] = []
     labels: list[int] = []
     for label, name in enumerate(classes):
         found = sorted(
             Path(folder, f)
-            for folder, _, files in os.walk(base / name)
+            for folder, _, files in os.walk(base / name, onerror=_unreadable)
             for f in files
             if f.lower().endswith(IMG_EXTENSIONS)
         )
         if not found:
             raise ValueError(f"class folder {base / name} holds no image ({', '.join(IMG_EXTENSIONS)})")
+        if len(found) < len(parts):
+            raise ValueError(
+                f"class folder {base / name} holds {len(found)} image{'s' * (len(found) > 1)}; at least {len(parts)} "
+                f"are needed to carve {', '.join(parts[:-1])} and {parts[-1]} from it"
+            )
         paths += found
         labels += [label] * len(found)
     return paths, np.array(labels, np.int64)
 
 
 def _decode(path: Path) -> Image.Image:
+    """RGB, upright as its EXIF orientation says; transparent pixels are laid on white, 16-bit grey becomes 8-bit."""
     try:
         with Image.open(path) as image:
-            return image.convert("RGB")
+            mode = image.mode
+            if mode in ("I", "F"):
+                raise ValueError(f"its pixels are of mode {mode}, whose range is unknown; convert it to 8 or 16 bits")
+            upright: Any = ImageOps.exif_transpose(image)
+            if mode.startswith("I;16"):
+                upright = Image.fromarray(np.round(np.asarray(upright) / 257).astype(np.uint8))
+            if upright.has_transparency_data:
+                upright = upright.convert("RGBA")
+                upright = Image.alpha_composite(Image.new("RGBA", upright.size, "white"), upright)
+            return upright.convert("RGB")
     except Exception as error:  # Pillow raises many kinds: OSError, SyntaxError, struct.error, ...
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ValueError(f"cannot decode image {path}: {reason}; replace or remove it") from None
