@@ -121,6 +121,13 @@ def test_every_encoding_takes_augmented_coordinates(name):
 
 
 def test_explicit_positions_are_checked():
+    for bad in ((4.5, 4), 4, "ab", (2, 2, 2), (0, 3)):
+        with pytest.raises(ValueError, match="extent must be two whole numbers"):
+            positions.explicit(torch.zeros(4, 2), bad, (2, 2), torch.float32)
+    with pytest.raises(ValueError, match="finite"):
+        positions.explicit(torch.full((4, 2), float("nan")), None, (2, 2), torch.float32)
+    with pytest.raises(TypeError, match="tensor"):
+        positions.explicit([[0.0, 0.0]], None, (1, 1), torch.float32)
     with pytest.raises(ValueError, match="extent"):
         positions.explicit(torch.zeros(4, 2), (2, 0), (2, 2), torch.float32)
     pos = positions.explicit(torch.zeros(4, 2), None, (2, 2), torch.float64)

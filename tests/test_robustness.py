@@ -49,6 +49,41 @@ def test_tables_do_not_round(name):
             assert torch.equal(tensor, other)
 
 
+@pytest.mark.parametrize("name", ["rope_axial", "rope_mixed", "rope_dinov3", "liere", "string", "comrope"])
+def test_rotations_are_applied_in_full_precision(name):
+    """Under autocast too; prefix tokens (except for a change of basis) stay bit for bit."""
+    model = tiny(name, (3, 5), 1).float()
+    pos = positions.grid(3, 5)
+    rotation = model.position.signal(0, pos, model.position.shared_signal(pos, 1)).expand().rotation
+    q = torch.randn(2, 3, 16, 12)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = rotation(q)
+        rounded = (q.unflatten(-1, (4, 3)) @ torch.eye(3)).flatten(-2)
+    assert torch.equal(inside, rotation(q))
+    assert name == "string" or torch.equal(inside[:, :, :1], q[:, :, :1])
+    assert not torch.equal(rounded, q)  # autocast does round a product like the ones inside
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_what_is_stored_is_resolved(name):
+    """Options that follow from the model are written out, so that a changed rule cannot change an old file."""
+    model = tiny(name, (4, 4), 1)
+    text = model.position.resolved
+    assert "None" not in text
+    again = tiny(text, (4, 4), 1)
+    again.load_state_dict(model.state_dict())
+    x = images((4, 4))
+    with torch.no_grad():
+        assert torch.equal(again(x), model(x))
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_forward_on_the_meta_device(name):
+    with torch.device("meta"):
+        model = vitpos.create_model("vit_tiny_patch16_224", pos=name, depth=2, num_classes=3)
+        assert model(torch.empty(2, 3, 224, 96)).shape == (2, 3)
+
+
 def test_the_dtype_check_sees_a_rounded_table():
     """What casting the parameters outright does to learned frequencies."""
     encoding = tiny("rope_mixed", (3, 5), 1).float().position.layers[0]["rope_mixed"]

@@ -56,6 +56,9 @@ def test_every_option_has_a_type_and_a_default(name):
         ("", ValueError, ["cannot read spec"]),
         ("a.b(c=1)", ValueError, ["cannot read spec"]),
         (3, TypeError, ["a spec is a string", "int 3"]),
+        (f"rope_axial(theta={'9' * 400})", ValueError, ["must be a finite number", "characters"]),
+        ("rope_axial(theta=1e999)", ValueError, ["theta=inf must be a finite number"]),
+        ("x" * 100_000, ValueError, ["unknown encoding", "(100000 characters)"]),
         (None, TypeError, ["a spec is a string"]),
     ],
 )
@@ -74,6 +77,8 @@ def test_a_name_is_registered_once():
         class Other:
             pass
 
+    with pytest.raises(ValueError, match="already registered"):
+        register("rope_axial")(type("RopeAxial", (), {"__module__": "elsewhere"}))
     with pytest.raises(ValueError, match="identifier"):
         register("rope-axial")(type("Dashed", (), {}))
     assert REGISTRY["rope_axial"].__name__ == "RopeAxial"
@@ -100,5 +105,7 @@ def test_describe_says_what_where_options_laws_and_source(name):
 
 
 def test_describe_names_the_nearest():
+    with pytest.raises(TypeError, match="name of an encoding is a string, got int 3"):
+        vitpos.describe(3)
     with pytest.raises(ValueError, match="did you mean sincos2d"):
         vitpos.describe("sincos")

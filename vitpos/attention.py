@@ -5,6 +5,7 @@ Legend: B batch, T tokens = P prefix tokens (class, registers) then N patches, h
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitpos.encoding import AnyAngles, Bias, Contextual, Layout, OffsetTable, PairBias, Rotations, SeparableAngles
+
+
+def exact(tensor: Tensor) -> AbstractContextManager[object]:
+    """A context in which autocast rounds nothing on the device of ``tensor``."""
+    kind = tensor.device.type
+    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
 
 
 @dataclass(frozen=True)
@@ -29,7 +36,8 @@ class PairRotation:
         """Rotate x [B, h, T, d]: computed in the rotation's precision, returned in x's dtype."""
         precise = x.to(self.cos.dtype)
         if self.basis is not None:
-            precise = precise @ self.basis.to(precise.dtype).mT
+            with exact(precise):
+                precise = precise @ self.basis.to(precise.dtype).mT
         if self.layout == "interleaved":
             first, second = precise.unflatten(-1, (-1, 2)).unbind(-1)
         else:
@@ -49,7 +57,8 @@ class BlockRotation:
     def __call__(self, x: Tensor) -> Tensor:
         """Rotate x [B, h, T, d]: computed in the rotation's precision, returned in x's dtype."""
         blocks = x.to(self.matrix.dtype).unflatten(-1, (-1, self.matrix.shape[-1], 1))
-        return (self.matrix @ blocks).flatten(-3).to(x.dtype)
+        with exact(blocks):
+            return (self.matrix @ blocks).flatten(-3).to(x.dtype)
 
 
 @dataclass(frozen=True)
@@ -89,7 +98,7 @@ class Signal:
     def empty(self) -> bool:
         """Whether there is nothing to tell."""
         nothing = self.angles is None and self.rotation is None and self.bias is None and self.mask is None
-        return nothing and not self.biases and not self.contextual and self.scale == 1.0
+        return nothing and len(self.biases) + len(self.contextual) == 0 and self.scale == 1.0
 
 
 def expand_angles(angles: AnyAngles, prefix: int) -> PairRotation | BlockRotation:

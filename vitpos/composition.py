@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from vitpos.attention import Signal
+from vitpos.attention import Signal, exact
 from vitpos.encoding import Encoding, Geometry
 from vitpos.positions import Positions
 from vitpos.spec import Spec, Term, lookup
@@ -55,6 +56,16 @@ class Position(nn.Module):
             nn.ModuleDict({t.name: _build(t, replace(geometry, layer=layer)) for t in own})
             for layer in range(geometry.depth if own else 0)
         )
+
+    @property
+    def resolved(self) -> str:
+        """The spec with every option written out, those too that followed from the model (``None`` in the spec)."""
+        one = {encoding.name: encoding for encoding in self.encodings()}
+        terms = []
+        for term in self.spec.terms:
+            found = {key: getattr(one[term.name], key, None) if value is None else value for key, value in term.options}
+            terms.append(Term(term.name, tuple(found.items())).resolved)
+        return " + ".join(terms)
 
     def encodings(self) -> Iterator[Encoding]:
         """All encodings: the shared ones, then layer by layer."""
@@ -112,6 +123,6 @@ def _signal(signal: Signal, encodings: nn.Module, pos: Positions) -> Signal:
     return signal
 
 
-def _full_precision(pos: Positions) -> torch.autocast:
+def _full_precision(pos: Positions) -> AbstractContextManager[object]:
     """Positions and phases are not for autocast to round."""
-    return torch.autocast(device_type=pos.coords.device.type, enabled=False)
+    return exact(pos.coords)

@@ -53,12 +53,17 @@ def grid(
 
 def explicit(coords: Tensor, extent: Extent | None, default: Extent, dtype: torch.dtype) -> Positions:
     """Positions from a user's ``coords`` [N, 2] or [1 | B, N, 2]; ``extent`` defaults to the image's own grid."""
+    if not isinstance(coords, Tensor):
+        raise TypeError(f"coords must be a tensor [N, 2] or [B, N, 2] as (y, x), got {type(coords).__name__}")
     if coords.ndim == 2:
         coords = coords.unsqueeze(0)
     if coords.ndim != 3 or coords.shape[-1] != 2:
         raise ValueError(f"coords must be [N, 2] or [B, N, 2] as (y, x), got shape {tuple(coords.shape)}")
-    if extent is not None and (len(extent) != 2 or min(extent) < 1):
-        raise ValueError(f"extent must be (H, W), both at least 1, got {extent!r}")
+    if not torch.compiler.is_compiling() and not coords.isfinite().all():
+        raise ValueError("coords must be finite numbers")
+    whole = isinstance(extent, (tuple, list)) and len(extent) == 2 and all(isinstance(s, int) for s in extent)
+    if extent is not None and not (whole and min(extent) >= 1):
+        raise ValueError(f"extent must be two whole numbers (H, W) of at least 1, got {extent!r}")
     return Positions(coords.to(dtype), default if extent is None else (extent[0], extent[1]))
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ast
 import difflib
 import inspect
+import sys
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
@@ -27,8 +28,9 @@ def register(name: str) -> Callable[[_Class], _Class]:
     """Class decorator: make an encoding known by ``name``. A second class of the same name is a ValueError."""
 
     def add(cls: _Class) -> _Class:
-        if name in REGISTRY and REGISTRY[name].__qualname__ != cls.__qualname__:
-            raise ValueError(f"encoding {name!r} is already registered by {REGISTRY[name].__qualname__}")
+        old = REGISTRY.get(name, cls)
+        if (old.__module__, old.__qualname__) != (cls.__module__, cls.__qualname__):  # a reload is the same class
+            raise ValueError(f"encoding {name!r} is already registered by {old.__module__}.{old.__qualname__}")
         if not name.isidentifier():
             raise ValueError(f"encoding name {name!r} must be a Python identifier, to be usable in a spec")
         REGISTRY[name] = cls
@@ -45,9 +47,16 @@ def list_encodings() -> list[str]:
 
 def lookup(name: str) -> Any:
     """The class registered under ``name``; ValueError with the nearest names otherwise."""
+    if not isinstance(name, str):
+        raise TypeError(f"the name of an encoding is a string, got {type(name).__name__} {shortened(repr(name))}")
     if name not in REGISTRY:
-        raise ValueError(f"unknown encoding {name!r}; {nearest(name, REGISTRY)}")
+        raise ValueError(f"unknown encoding {shortened(name)!r}; {nearest(name, REGISTRY)}")
     return REGISTRY[name]
+
+
+def shortened(text: str, limit: int = 100) -> str:
+    """``text`` as it fits into an error message."""
+    return text if len(text) <= limit else f"{text[: limit - 20]}... ({len(text)} characters)"
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:
@@ -77,17 +86,20 @@ class Option:
             if typing.get_origin(kind) is typing.Literal:
                 if any(value == choice and type(value) is type(choice) for choice in typing.get_args(kind)):
                     return value
-            elif kind is float and type(value) is int:
+            elif kind is float and type(value) in (int, float):
+                if abs(value) > sys.float_info.max or value != value:
+                    raise ValueError(f"{owner}: {self.name}={shortened(repr(value))} must be a finite number")
                 return float(value)
             elif type(value) is kind:
                 return value
         choices = [str(c) for kind in self.kinds for c in typing.get_args(kind)]
         if choices:
             hint = nearest(value, choices) if isinstance(value, str) else f"known: {', '.join(choices)}"
-            raise ValueError(f"{owner}: {self.name}={value!r} is not a choice; {hint}")
+            raise ValueError(f"{owner}: {self.name}={shortened(repr(value))} is not a choice; {hint}")
         wanted = " or ".join("None" if k is type(None) else k.__name__ for k in self.kinds)
         raise TypeError(
-            f"{owner}: {self.name}={value!r} is {type(value).__name__}, expected {wanted} (default {self.default!r})"
+            f"{owner}: {self.name}={shortened(repr(value))} is {type(value).__name__}, "
+            f"expected {wanted} (default {self.default!r})"
         )
 
 
@@ -115,7 +127,7 @@ class Term:
         known = options(name)
         for key in given:
             if key not in known:
-                raise ValueError(f"{name} has no option {key!r}; {nearest(key, known)}")
+                raise ValueError(f"{name} has no option {shortened(key)!r}; {nearest(key, known)}")
         checked = {key: option.check(given.get(key, option.default), name) for key, option in known.items()}
         return cls(name, tuple(_dependent_defaults(name, checked).items()))
 
@@ -176,7 +188,9 @@ def parse(text: str | Spec) -> Spec:
     if isinstance(text, Spec):
         return text
     if not isinstance(text, str):
-        raise TypeError(f"a spec is a string such as 'rope_axial(theta=50.0)', got {type(text).__name__} {text!r}")
+        raise TypeError(
+            f"a spec is a string such as 'rope_axial(theta=50.0)', got {type(text).__name__} {shortened(repr(text))}"
+        )
     try:
         tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -185,7 +199,7 @@ def parse(text: str | Spec) -> Spec:
 
 
 def _malformed(text: str) -> ValueError:
-    return ValueError(f"cannot read spec {text!r}; write name, name(option=value) or name + name")
+    return ValueError(f"cannot read spec {shortened(text)!r}; write name, name(option=value) or name + name")
 
 
 def _summands(node: ast.expr) -> list[ast.expr]:
@@ -202,18 +216,18 @@ def _term(node: ast.expr, text: str) -> Term:
     name = node.func.id
     lookup(name)
     if node.args:
-        raise ValueError(f"{name}: options are given by name, as in {name}({_example(name)}); got {text!r}")
+        raise ValueError(f"{name}: options are given by name, as in {name}({_example(name)}); got {shortened(text)!r}")
     given: dict[str, Any] = {}
     for keyword in node.keywords:
         if keyword.arg is None:
             raise _malformed(text)
         if keyword.arg in given:
-            raise ValueError(f"{name}: option {keyword.arg} is given twice in {text!r}")
+            raise ValueError(f"{name}: option {keyword.arg} is given twice in {shortened(text)!r}")
         try:
             given[keyword.arg] = ast.literal_eval(keyword.value)
         except ValueError:
             raise ValueError(
-                f"{name}: {keyword.arg}={ast.unparse(keyword.value)} is no Python literal; write a number, "
+                f"{name}: {keyword.arg}={shortened(ast.unparse(keyword.value))} is no Python literal; write a number, "
                 "a quoted string, True, False or None"
             ) from None
     return Term.build(name, given)

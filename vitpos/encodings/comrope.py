@@ -55,7 +55,7 @@ class ComRope(Rotary):
     ) -> None:
         super().__init__(geometry, resize="normalized", free_prefix=free_prefix)
         self.kind = kind
-        width = block_width(geometry.head_dim, block, self.name, blocks=2)
+        self.block = width = block_width(geometry.head_dim, block, self.name, blocks=2)
         blocks = geometry.head_dim // width
         self.weight = nn.Parameter(torch.empty(geometry.heads, blocks, width, width))
         self.theta = nn.Parameter(torch.empty(2, blocks)) if kind == "ld" else None

@@ -56,6 +56,7 @@ class Deberta(OffsetBias):
     ) -> None:
         super().__init__(geometry, resize=resize, wrap=wrap)
         self.spans = geometry.grid if span is None else (span, span)
+        self.span = span or (self.spans[0] if self.spans[0] == self.spans[1] else None)
         require_at_least("span", min(self.spans), 1, self.name)
         require_at_least("std", std, 0, self.name)
         self.table = table

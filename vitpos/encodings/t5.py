@@ -67,6 +67,9 @@ class T5Bias(OffsetBias):
         exact = num_buckets // 4
         farthest = max(2 * max(geometry.grid), 2 * exact) if max_distance is None else max_distance
         require_at_least("max_distance", farthest, exact, f"{self.name} with {num_buckets} buckets", strictly=True)
+        if farthest > 10_000:
+            raise ValueError(f"{self.name}: max_distance={farthest} patches is beyond any image; use at most 10000")
+        self.max_distance = farthest
         self.std = geometry.dim**-0.5 if std is None else std
         require_at_least("std", self.std, 0, self.name)
         self.buckets = [bucket(d, num_buckets // 2, farthest) for d in range(farthest + 1)]
