@@ -23,6 +23,7 @@ def main(cfg: DictConfig) -> None:
     if cfg.resume is not None:
         cfg = config.resumed(cfg, Path(cfg.resume))
     run = config.typed(cfg)
+    config.check_folder(run)
     accelerator = training.start(run.train)
     device, rank, world = accelerator.device, accelerator.process_index, accelerator.num_processes
 
@@ -40,13 +41,13 @@ def main(cfg: DictConfig) -> None:
     # optimizer
     optimizer = training.create_optimizer(model, run.train)
 
-    with training.RunFolder(run, accelerator, train_set.info) as folder:
+    with training.RunFolder(run, accelerator, train_set, val_set) as folder:
         done = folder.restore(model, optimizer, ema)
         if done >= run.train.epochs:
             accelerator.print(f"{folder.path} is finished: {done} of {run.train.epochs} epochs are done")
             return
         parallel, optimizer = accelerator.prepare(model, optimizer)
-        meter = training.Meter(accelerator, run, steps, done * steps_per_epoch)
+        meter = training.Meter(accelerator, run, steps, done * steps_per_epoch, folder.seconds)
 
         # loop: (epoch, step) decides every random draw
         with meter:

@@ -1,3 +1,6 @@
+from datetime import datetime
+from types import SimpleNamespace
+
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -63,6 +66,14 @@ def test_suggestions():
     assert config.suggest("epochs", cfg) == "did you mean train.epochs?"
     assert config.suggest("train.lrr", cfg) == "did you mean train.lr?"
     assert config.suggest("data.zzz", cfg).startswith("known: data.name, data.canvas")
+    assert config.suggest("data.classes", cfg).startswith("known: data.name, data.canvas"), (
+        "not model.kwargs.class_token"
+    )
+    assert config.suggest("train.seed", cfg) == "did you mean seed?"
+    assert config.suggest("dta.zzz", cfg).startswith("known: pos, seed")
+    with_hydra = OmegaConf.create({"hydra": {"run": {"dir": "."}, "verbose": False}, "seed": 0})
+    assert config.suggest("hydra.foo", with_hydra) == "known: hydra.run, hydra.verbose"
+    assert config.suggest("sed", with_hydra) == "did you mean seed?"
 
 
 def test_new_folder():
@@ -70,8 +81,67 @@ def test_new_folder():
     folder = config.new_folder(run)
     assert folder.parts[0] == "runs"
     assert folder.name.endswith("-rope_axial-theta-50.0-_ape1d-s3")
+    assert config.new_folder(run) != config.new_folder(config.typed(composed("pos=ape1d")))
     run.out = "elsewhere"
     assert config.new_folder(run) == config.Path("elsewhere")
+
+
+def test_runs_of_one_second_have_folders_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(config, "datetime", SimpleNamespace(now=lambda: datetime(2030, 1, 2, 3, 4, 5)))
+    run = config.typed(composed("pos=ape1d"))
+    made = []
+    for _ in range(3):
+        made.append(config.new_folder(run))
+        made[-1].mkdir(parents=True)
+    assert [p.name for p in made] == ["03-04-05-ape1d-s0", "03-04-05-ape1d-s0-2", "03-04-05-ape1d-s0-3"]
+
+
+def test_check_folder(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "x").write_text("")
+    (tmp_path / "empty").mkdir()
+    run = config.typed(composed())
+    for name, message in {
+        "file": "file, not a folder", "file/x/y": "file is a file, not a folder", "taken": "holds files already",
+        "z" * 300: "name too long",
+    }.items():  # fmt: skip
+        run.out = str(tmp_path / name)
+        with pytest.raises(ValueError, match=rf"^out=.*(?i:{message})"):
+            config.check_folder(run)
+    for name in ("empty", "new/er"):
+        run.out = str(tmp_path / name)
+        config.check_folder(run)
+    with monkeypatch.context() as patch:
+        patch.setattr("os.access", lambda path, mode: path != tmp_path)
+        with pytest.raises(ValueError, match=f"{tmp_path} cannot be written to"):
+            config.check_folder(run)
+        run.resume, run.out = str(tmp_path), None
+        with pytest.raises(ValueError, match=r"^resume=.* cannot be written to"):
+            config.check_folder(run)
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "expected"),
+    [
+        ({"a": 1, "b": {"c": [1]}}, {"b": {"c": [1]}, "a": 1}, None),
+        ({"a": 1, "b": {"c": 1}}, {"a": 1, "b": {"c": 2}}, ("b.c", 1, 2)),
+        ({"a": 1}, {"a": 1, "b": 2}, ("b", None, 2)),
+        ({"a": {"b": 2}}, {"a": 3}, ("a", {"b": 2}, 3)),
+    ],
+)
+def test_difference(ours, theirs, expected):
+    assert config.difference(ours, theirs) == expected
+
+
+def test_identity_is_all_but_where_and_how():
+    run = config.typed(composed("data=folder", "data.root=x", "data.workers=1", "out=y", "train.threads=1"))
+    moved = config.typed(composed("data=folder", "data.root=z", "data.workers=2", "train.cpu=true"))
+    assert config.identity(run) == config.identity(moved)
+    other = config.typed(composed("data=folder", "data.root=x", "data.flip=false"))
+    assert config.difference(config.identity(other), config.identity(run)) == ("data.flip", False, True)
 
 
 # the stored configuration of a run that is continued
@@ -94,6 +164,20 @@ def test_resumed_takes_the_stored_values(tmp_path):
 def test_resumed_without_a_run(tmp_path):
     with pytest.raises(FileNotFoundError, match="no run there"):
         config.resumed(composed(), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "it has no pos, seed, data"), ("pos: [a\nb: }", "parsing a flow"), ("- a\n- b", "it has no pos"),
+        ("pos: none\nseed: x\ndata: {}\nmodel: {}\ntrain: {}", "'x'"), ("\0", "not allowed"),
+    ],
+)  # fmt: skip
+def test_damaged_configuration_is_named_in_one_line(tmp_path, content, message):
+    (tmp_path / "config.yaml").write_text(content)
+    with pytest.raises(ValueError, match=rf"config.yaml is damaged: .*{message}") as caught:
+        config.resumed(composed(), tmp_path)
+    assert "\n" not in str(caught.value)
 
 
 # words of the command line
@@ -141,3 +225,11 @@ def test_prepare(word, sweeping, expected):
 def test_explain_is_one_line():
     assert cli.explain(ValueError("first\n\n  second")) == "first second"
     assert cli.explain(ValueError()) == "ValueError"
+
+
+def test_every_process_says_what_went_wrong(monkeypatch, capsys):
+    for rank, expected in {"0": "error: no\n", "1": "error in process 1: no\n"}.items():
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit) as end:
+            cli.fail("no")
+        assert (end.value.code, capsys.readouterr().err) == (2, expected)

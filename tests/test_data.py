@@ -1,5 +1,7 @@
+import multiprocessing
 import os
 import pickle
+import signal
 from pathlib import Path
 from urllib.error import URLError
 
@@ -315,6 +317,32 @@ def test_folder_streams_what_batch_gives(tmp_path, workers):
         assert torch.equal(y, ds.labels[indices])
     (x, _), *_ = ds.iterate(batches)
     assert torch.equal(x, ds.batch(batches[0]))
+
+
+def test_interrupts_leave_workers_alone(tmp_path):
+    """Ctrl-C in a terminal reaches them too; the main process decides."""
+    ds = folder(make_tree(tmp_path, ("train", "val"), images=30), workers=2)
+    found = 0
+    for x, _ in ds.iterate(data.eval_batches(len(ds), 4)):
+        for worker in multiprocessing.active_children() if found == 0 else ():
+            os.kill(worker.pid, signal.SIGINT)
+        found += len(x)
+    assert found == len(ds)
+
+
+def test_an_interrupt_while_workers_end_is_not_lost(tmp_path, monkeypatch):
+    """Exceptions in __del__ are."""
+    ds = folder(make_tree(tmp_path, ("train", "val")), workers=1)
+    kind = torch.utils.data.dataloader._MultiProcessingDataLoaderIter
+    end = kind._shutdown_workers
+
+    def interrupted(self):
+        monkeypatch.setattr(kind, "_shutdown_workers", end)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(kind, "_shutdown_workers", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        list(ds.iterate(data.eval_batches(len(ds), 4)))
 
 
 def test_greyscale_images_become_rgb(tmp_path):

@@ -2,6 +2,7 @@
 
 import os
 import runpy
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 import yaml
 from hydra.core.global_hydra import GlobalHydra
+from omegaconf import OmegaConf
 from PIL import Image
 
 import vitpos
@@ -176,6 +178,7 @@ def test_resume_of_a_finished_run_says_so(monkeypatch, tmp_path, capsys):
     assert train(monkeypatch, "resume=run", tiny=False) == 0
     assert "run is finished: 2 of 2 epochs are done" in capsys.readouterr().out
     assert all((tmp_path / "run" / f).read_bytes() == content for f, content in before.items())
+    assert len(list((tmp_path / "run" / "tb").iterdir())) == 1, "no empty event file"
 
 
 @pytest.mark.parametrize(
@@ -197,20 +200,93 @@ def test_resume_of_another_architecture(monkeypatch, capsys, words, message):
     assert files(Path("run")) == before
 
 
-def test_resume_with_the_state_of_another_model(monkeypatch, capsys):
-    stopped(monkeypatch, "out=run", "pos=none")
-    train(monkeypatch, "out=other", "pos=ape2d")
-    Path("run/state.pt").write_bytes(Path("other/state.pt").read_bytes())
-    capsys.readouterr()
-    assert train(monkeypatch, "resume=run", tiny=False) == 2
-    assert "does not fit the model of run/config.yaml" in one_line(capsys)
+def edit(key: str, value: object) -> None:
+    """Change run/config.yaml by hand."""
+    stored = OmegaConf.load("run/config.yaml")
+    OmegaConf.update(stored, key, value)
+    Path("run/config.yaml").write_text(OmegaConf.to_yaml(stored))
 
 
-def test_resume_with_a_damaged_state(monkeypatch, capsys):
+def test_resume_of_an_edited_configuration(monkeypatch, capsys):
+    stopped(monkeypatch, "out=run", "pos=rope_axial")
+    text = Path("run/config.yaml").read_text()
+    for key, value, trained in [
+        ("seed", 1, "0"), ("pos", "rope_axial(theta=7.0)", "rope_axial"), ("data.placement", "uniform", "home"),
+        ("train.epochs", 1, "2"), ("model.kwargs.qk_norm", True, "None"),
+    ]:  # fmt: skip
+        edit(key, value)
+        before = files(Path("run"))
+        assert train(monkeypatch, "resume=run", tiny=False) == 2
+        assert f"was trained with {key}={trained}, config.yaml says {value}" in one_line(capsys)
+        assert files(Path("run")) == before
+        Path("run/config.yaml").write_text(text)
+    edit("train.threads", 2)
+    assert train(monkeypatch, "resume=run", tiny=False) == 0
+
+
+def tamper(change) -> None:
+    state = torch.load("run/state.pt", weights_only=True)
+    change(state)
+    torch.save(state, "run/state.pt")
+
+
+def test_resume_with_a_state_that_does_not_fit(monkeypatch, capsys):
     stopped(monkeypatch, "out=run", "pos=none")
-    Path("run/state.pt").write_bytes(Path("run/state.pt").read_bytes()[:1000])
+    whole = Path("run/state.pt").read_bytes()
+    tamper(lambda state: state["model"].update({"fc_norm.weight": torch.ones(5)}))
     assert train(monkeypatch, "resume=run", tiny=False) == 2
-    one_line(capsys)
+    message = "does not fit the model of run/config.yaml: fc_norm.weight has shape (5,) there, (16,) here\n"
+    assert message in one_line(capsys)
+    Path("run/state.pt").write_bytes(whole)
+    tamper(lambda state: state["model"].pop("head.bias"))
+    assert train(monkeypatch, "resume=run", tiny=False) == 2
+    assert "head.bias has shape (absent) there, (10,) here" in one_line(capsys)
+
+
+@pytest.mark.parametrize("length", [0, 1000])
+def test_resume_with_a_damaged_state(monkeypatch, capsys, length):
+    stopped(monkeypatch, "out=run", "pos=none")
+    Path("run/state.pt").write_bytes(Path("run/state.pt").read_bytes()[:length])
+    assert train(monkeypatch, "resume=run", tiny=False) == 2
+    assert "run/state.pt is damaged" in one_line(capsys)
+
+
+def test_resume_of_a_run_killed_in_its_first_epoch(monkeypatch, tmp_path):
+    assert train(monkeypatch, "out=run") == 0
+    before = (tmp_path / "run" / "last.safetensors").read_bytes()
+    for name in ("state.pt", "metrics.csv", "last.safetensors"):
+        (tmp_path / "run" / name).unlink()
+    assert train(monkeypatch, "resume=run", tiny=False) == 0
+    assert (tmp_path / "run" / "last.safetensors").read_bytes() == before
+
+
+def test_seconds_go_on(monkeypatch):
+    stopped(monkeypatch, "out=run")
+    tamper(lambda state: state["rows"][0].update(seconds=1000.0))
+    assert train(monkeypatch, "resume=run", tiny=False) == 0
+    seconds = pd.read_csv("run/metrics.csv")["seconds"]
+    assert seconds[0] == 1000
+    assert seconds[1] > 1000
+
+
+def test_resume_where_the_data_has_moved(monkeypatch, tmp_path, capsys):
+    make_folder(tmp_path / "images")
+    stopped(monkeypatch, *FOLDER[:-3], "train.epochs=2", "train.cpu=true", "data.workers=0", "out=run")
+    (tmp_path / "images").rename(tmp_path / "moved")
+    assert train(monkeypatch, "resume=run", tiny=False) == 2
+    assert "data.root=images is not a folder" in one_line(capsys)
+    assert train(monkeypatch, "resume=run", "data.root=moved", "data.rot=moved", tiny=False) == 2
+    assert "unknown config key 'data.rot'; did you mean data.root" in one_line(capsys)
+    assert train(monkeypatch, "resume=run", "data.root=moved", "data.flip=false", tiny=False) == 2
+    assert "was trained with data.flip=True and cannot go on with False" in one_line(capsys)
+    picture = tmp_path / "moved" / "train" / "bee" / "7.png"
+    picture.rename(picture.with_name("8.png"))
+    assert train(monkeypatch, "resume=run", "data.root=moved", tiny=False) == 2
+    assert "was trained on other images than data.root=moved holds now" in one_line(capsys)
+    picture.with_name("8.png").rename(picture)
+    words = ["data=folder", "data.root=moved", "data.workers=1"]
+    assert train(monkeypatch, "resume=run", *words, tiny=False) == 0
+    assert vitpos.read_card("run/last.safetensors")["extra"]["data"]["root"] == "moved"
 
 
 # sweeps
@@ -301,6 +377,10 @@ def one_line(capsys) -> str:
         (["pos=rope_axial("], "cannot read spec"),
         (["pos=rope_axial", "model.kwargs.embed_dim=36", "model.kwargs.num_heads=6"], "4"),
         (["model.kwargs.patch_size=5"], "patch"),
+        (["model.kwargs.num_heads=5"], "cannot be built with kwargs"),
+        (["data=null"], "take the name of a choice each, such as data=digits"),
+        (["data.classes=3"], "unknown config key 'data.classes'; known: data.name"),
+        (["hydra.foo=1"], "unknown config key 'hydra.foo'; known: hydra."),
         (["model.kwargs.deepth=5"], "deepth"),
         (["model.name=vit_tinny_patch16_224"], "vit_tinny_patch16_224"),
         (["model.kwargs.img_size=32"], "follows from the data"),
@@ -343,6 +423,62 @@ def test_out_that_is_taken(monkeypatch, tmp_path, capsys):
     assert train(monkeypatch, "out=mine") == 2
     assert "holds files already" in one_line(capsys)
     assert files(tmp_path) == {"mine/thesis.txt"}
+
+
+@pytest.mark.parametrize("words", [["out=file"], ["out=file/x"], ["-m", "out=file"], ["out=mine"]])
+def test_out_is_checked_before_anything_is_computed(monkeypatch, tmp_path, capsys, words):
+    (tmp_path / "file").write_text("precious")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("precious")
+    monkeypatch.setattr(data, "load", lambda *_: pytest.fail("data was loaded"))
+    assert train(monkeypatch, *words) == 2
+    assert words[-1] in one_line(capsys)
+    assert files(tmp_path) == {"mine/thesis.txt", "file"}
+
+
+def at_step(monkeypatch, wanted: int, action) -> None:
+    """Do something at a step (validation's batches count too)."""
+    normalize, steps = data.normalize, []
+
+    def acting(x, info):
+        steps.append(1)
+        if len(steps) == wanted:
+            action()
+        return normalize(x, info)
+
+    monkeypatch.setattr(data, "normalize", acting)
+
+
+@pytest.mark.parametrize("there", [False, True])
+@pytest.mark.parametrize(("number", "word"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "terminated")])
+def test_a_stopped_first_epoch_leaves_nothing(monkeypatch, tmp_path, capsys, number, word, there):
+    if there:
+        (tmp_path / "run").mkdir()
+    handlers = signal.getsignal(number)
+    with monkeypatch.context() as patch:
+        at_step(patch, 3, lambda: os.kill(os.getpid(), number))
+        assert train(patch, "out=run") == 128 + number
+    assert capsys.readouterr().err == f"{word}\n"
+    assert list(tmp_path.rglob("*")) == ([tmp_path / "run"] if there else [])
+    assert signal.getsignal(number) is handlers
+    assert train(monkeypatch, "out=run", "train.epochs=1") == 0
+
+
+def test_a_later_stop_leaves_what_can_be_resumed(monkeypatch, tmp_path, capsys):
+    with monkeypatch.context() as patch:
+        at_step(patch, 7, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        assert train(patch, "out=run") == 143
+    assert pd.read_csv("run/metrics.csv")["epoch"].tolist() == [1]
+    assert not [f for f in files(tmp_path / "run") if Path(f).name.startswith(".")]
+    assert train(monkeypatch, "resume=run", tiny=False) == 0
+
+
+def test_a_failed_first_epoch_keeps_what_was_there(monkeypatch, tmp_path, capsys):
+    """A folder that is no longer empty when the run ends keeps the rest."""
+    (tmp_path / "run").mkdir()
+    at_step(monkeypatch, 2, lambda: (Path("run/notes.txt").write_text("mine"), os.kill(os.getpid(), signal.SIGINT)))
+    assert train(monkeypatch, "out=run") == 130
+    assert files(tmp_path) == {"run/notes.txt"}
 
 
 def make_folder(root: Path) -> Path:

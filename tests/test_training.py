@@ -64,6 +64,29 @@ def test_coordinate_augmentation_is_keyed_by_step_and_off_by_default():
     assert model(x, coords=first).shape == (2, 10)
 
 
+@pytest.mark.parametrize(
+    ("kwargs", "reason"),
+    [
+        ({"num_heads": 5}, "dim should be divisible"), ({"patch_size": 0}, "by zero"), ({"depth": 0}, "StopIteration"),
+        ({"depth": -1}, "non-negative"), ({"embed_dim": "abc"}, "."), ({"deepth": 3}, "deepth"),
+    ],
+)  # fmt: skip
+def test_model_that_cannot_be_built(kwargs, reason):
+    with pytest.raises(
+        ValueError, match=f"^model vit_tiny_patch16_224 cannot be built with kwargs .*: .*{reason}"
+    ) as e:
+        training.create_model(run_config(kwargs=kwargs), INFO)
+    assert next(iter(kwargs)) in str(e.value)
+    assert "\n" not in str(e.value)
+
+
+def test_model_that_is_no_vision_transformer():
+    run = run_config()
+    run.model.name = "resnet18.a1_in1k"
+    with pytest.raises(ValueError, match=r"model.name=resnet18.* is of timm.models.resnet; served are .*VisionTransf"):
+        training.create_model(run, INFO)
+
+
 # optimizer
 
 
@@ -125,6 +148,48 @@ def test_evaluate_counts_by_hand():
     log_sum = math.log(9 + math.exp(5))
     assert result["val_accuracy"] == pytest.approx(is_three)
     assert result["val_loss"] == pytest.approx(log_sum - 5 * is_three, rel=1e-5)
+
+
+def run_folder(path, accelerator, **options) -> training.RunFolder:
+    parts = [data.load({"name": "digits"}, split) for split in ("train", "val")]
+    run = run_config()
+    for key, value in {"out": str(path), **options}.items():
+        setattr(run, key, value)
+    return training.RunFolder(run, accelerator, *parts)
+
+
+def test_the_loss_scale_of_fp16_goes_on(tmp_path):
+    row = {"epoch": 1, "step": 5, "train_loss": 1.0, "seconds": 2.0}
+    model = training.create_model(run_config(), INFO)
+    optimizer = training.create_optimizer(model, config.TrainConfig())
+    accelerator = training.start(config.TrainConfig(cpu=True))
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    with run_folder(tmp_path / "run", accelerator) as folder:
+        folder.save(row, model, optimizer, None)
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=65536.0)
+    with run_folder(tmp_path / "run", accelerator, out=None, resume=str(tmp_path / "run")) as folder:
+        assert folder.restore(model, optimizer, None) == 1
+        assert folder.seconds == 2.0
+    assert accelerator.scaler.get_scale() == 64.0
+
+
+def test_another_run_takes_the_folder_meanwhile(tmp_path, monkeypatch):
+    """After the check, before this run makes its own."""
+    monkeypatch.chdir(tmp_path)
+    check, taken = config.check_folder, []
+
+    def overtaken(run):
+        check(run)
+        if not taken:
+            taken.append(config.new_folder(run))
+            taken[0].mkdir(parents=True)
+
+    monkeypatch.setattr(config, "check_folder", overtaken)
+    accelerator = training.start(config.TrainConfig(cpu=True))
+    with run_folder(None, accelerator, out=None) as folder:
+        assert folder.path != taken[0]
+        assert (folder.path / "config.yaml").is_file()
+    assert not list(taken[0].iterdir())
 
 
 def test_streams_of_different_purposes_differ():

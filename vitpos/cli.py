@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable
 from datetime import datetime
@@ -49,21 +50,46 @@ def run(main: Callable[[], Any]) -> None:
         sweep_folder = Path(given[-1] if given else f"runs/{now:%Y-%m-%d}/{now:%H-%M-%S}-sweep")
         new_folders = [path for path in (sweep_folder, *sweep_folder.parents) if not path.exists()]
         words.append(f"hydra.sweep.dir={quote(str(sweep_folder))}")
+        try:
+            config.check_writable("out", sweep_folder)
+        except ValueError as error:
+            fail(explain(error))
+    if any(word.startswith("resume=") for word in words):  # the run's own data may have other keys than the default
+        words = [f"++{word}" if word.startswith("data.") else word for word in words]
     traceback_wanted = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands its errors over instead of printing them
     flags = [word for word in words if word in SWEEP_FLAGS]  # argparse wants them before the key=value words
     sys.argv[1:] = flags + [prepare(word, sweeping) for word in words if word not in SWEEP_FLAGS]
+    handlers = {number: signal.signal(number, _stopper()) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         main()
     except USER_ERRORS as error:
         if traceback_wanted:
             raise
         fail(explain(error))
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        raise SystemExit(130) from None
+    except Stopped as stopped:
+        number = stopped.args[0]
+        print("interrupted" if number == signal.SIGINT else "terminated", file=sys.stderr)
+        raise SystemExit(128 + number) from None
     finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
         _remove_unused(new_folders)
+
+
+class Stopped(BaseException):
+    """SIGINT or SIGTERM arrived; its number."""
+
+
+def _stopper() -> Callable[[int, Any], None]:
+    """Signal handler that ends this process by `Stopped`, and does nothing in those that it forks (data workers)."""
+    owner = os.getpid()
+
+    def stop(number: int, frame: Any) -> None:
+        if os.getpid() == owner:
+            raise Stopped(number)
+
+    return stop
 
 
 def task(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -138,14 +164,19 @@ def explain(error: BaseException) -> str:
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         group, _, name = error.missing_cfg_file.rpartition("/")
         return f"unknown {group} {name!r}; {nearest(name, error.options)}"
+    if str(error).startswith("Config group override must be"):
+        return "data, model and train take the name of a choice each, such as data=digits, not null"
     text = str(error).split("See https")[0]
     return " ".join(text.split()) or type(error).__name__
 
 
 def fail(message: str) -> None:
-    """Print one line on the first process's standard error and end with exit code 2."""
-    if os.environ.get("RANK", "0") == "0":
-        print(f"error: {message}", file=sys.stderr)
+    """Print one line on standard error and end with exit code 2.
+
+    Every process prints: an error may be one process's alone, and torchrun ends the others when the first has ended.
+    """
+    rank = os.environ.get("RANK", "0")
+    print(f"error: {message}" if rank == "0" else f"error in process {rank}: {message}", file=sys.stderr)
     raise SystemExit(2)
 
 

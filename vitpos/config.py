@@ -8,19 +8,25 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import itertools
+import os
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from vitpos import data, spec
 
 PRECISIONS = ("no", "bf16", "fp16")
+# how and where, not what: a run may go on elsewhere, its data moved
+MOVABLE = ("out", "resume", "train.cpu", "train.threads", "data.workers", "data.root", "data.download")
 
 
 @dataclass
@@ -142,10 +148,7 @@ def check(run: RunConfig) -> None:
 
 def resumed(cfg: DictConfig, folder: Path) -> DictConfig:
     """The configuration stored in a run folder; what the command line says besides must not contradict it."""
-    path = folder / "config.yaml"
-    if not path.is_file():
-        raise FileNotFoundError(f"resume={folder}: no run there ({path} is missing)")
-    stored: Any = OmegaConf.merge(OmegaConf.structured(RunConfig), OmegaConf.load(path))
+    stored = _stored(folder)
     given = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
     for override in given:
         key = override.split("=")[0].lstrip("+~")
@@ -153,23 +156,61 @@ def resumed(cfg: DictConfig, folder: Path) -> DictConfig:
             continue
         if key == "experiment":
             raise ValueError(f"resume={folder} goes on with its own configuration; leave experiment out")
-        ours, theirs = OmegaConf.select(cfg, key), OmegaConf.select(stored, key)
-        if key in ("train.cpu", "train.threads", "data.workers"):  # how, not what: a run may move to another machine
+        if key == "data":  # the choice of a dataset; each of its options is an override of its own
+            key = "data.name"
+        ours, theirs = (_plain(OmegaConf.select(c, key)) for c in (cfg, stored))
+        if key.startswith("data.") and key.removeprefix("data.") not in stored.data:
+            raise ValueError(f"unknown config key {key!r}; {suggest(key, stored)}")
+        if key in MOVABLE and key != "out":
             OmegaConf.update(stored, key, ours)
             continue
         if key == "pos":
             ours, theirs = str(spec.parse(ours)), str(spec.parse(theirs))
-        if ours != theirs:
+        differing = difference(ours, theirs, key)
+        if differing is not None:
+            name, ours, theirs = differing
             raise ValueError(
-                f"resume={folder} was trained with {key}={_brief(theirs)} and cannot go on with {_brief(ours)}; "
-                f"leave {key} out, or start a new run"
+                f"resume={folder} was trained with {name.removesuffix('.name')}={theirs} and cannot go on with {ours}; "
+                f"leave {key.removesuffix('.name')} out, or start a new run"
             )
     stored.resume = str(folder)
     return stored
 
 
-def _brief(value: Any) -> str:
-    return str(value.get("name", value)) if isinstance(value, DictConfig) else str(value)
+def _stored(folder: Path) -> Any:
+    """RUN/config.yaml over the schema."""
+    path = folder / "config.yaml"
+    if not path.is_file():
+        raise FileNotFoundError(f"resume={folder}: no run there ({path} is missing)")
+    try:
+        content: Any = OmegaConf.load(path)
+        missing = [key for key in ("pos", "seed", "data", "model", "train") if key not in content]
+        if missing or not isinstance(content, DictConfig):
+            raise ValueError(f"it has no {', '.join(missing)}")
+        return OmegaConf.merge(OmegaConf.structured(RunConfig), content)
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError, OSError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{path} is damaged: {reason}; put it right, or start a new run") from None
+
+
+def _plain(value: Any) -> Any:
+    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+
+
+def identity(run: RunConfig) -> dict[str, Any]:
+    """What makes a run the experiment that it is: its configuration but for `MOVABLE`."""
+    values = dataclasses.asdict(run)
+    for parent, _, leaf in (key.rpartition(".") for key in MOVABLE):
+        (values[parent] if parent else values).pop(leaf, None)
+    return values
+
+
+def difference(ours: Any, theirs: Any, key: str = "") -> tuple[str, Any, Any] | None:
+    """The first dotted key at which two nested dicts differ, with both values (None where one lacks it)."""
+    if not (isinstance(ours, dict) and isinstance(theirs, dict)):
+        return None if ours == theirs else (key, ours, theirs)
+    pairs = ((f"{key}.{name}".lstrip("."), ours.get(name), theirs.get(name)) for name in {**theirs, **ours})
+    return next(filter(None, (difference(a, b, name) for name, a, b in pairs)), None)
 
 
 def new_folder(run: RunConfig) -> Path:
@@ -181,26 +222,53 @@ def new_folder(run: RunConfig) -> Path:
     if run.out is not None:
         return Path(run.out)
     now = datetime.now()
-    return Path("runs") / f"{now:%Y-%m-%d}" / f"{now:%H-%M-%S}-{label}"
+    path = Path("runs") / f"{now:%Y-%m-%d}" / f"{now:%H-%M-%S}-{label}"
+    return next(p for n in itertools.count(1) if not (p := path if n == 1 else Path(f"{path}-{n}")).exists())
+
+
+def check_folder(run: RunConfig) -> None:
+    """Raise ValueError where the run's folder cannot be written, or a new run's holds files already."""
+    if run.resume is not None:
+        check_writable("resume", Path(run.resume))
+        return
+    path = new_folder(run)
+    check_writable("out", path)
+    if path.is_dir() and any(path.iterdir()):
+        raise ValueError(f"out={path} holds files already; choose another folder, or continue its run with resume=")
+
+
+def check_writable(key: str, path: Path) -> None:
+    """Raise ValueError unless ``path`` is a folder that can be written, or can become one."""
+    try:
+        nearest = next(p for p in (path, *path.parents) if p.exists())
+    except OSError as error:
+        raise ValueError(f"{key}={path} cannot be used: {error.strerror}") from None
+    if not nearest.is_dir():
+        raise ValueError(f"{key}={path} cannot be used: {nearest} is a file, not a folder")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise ValueError(f"{key}={path} cannot be used: {nearest} cannot be written to")
 
 
 def suggest(key: str, known: DictConfig) -> str:
     """Half a sentence naming the keys of a configuration nearest to the dotted ``key``."""
-    keys = _flatten(known)
+    keys = [k for k in _flatten(known) if k.startswith("hydra.") == key.startswith("hydra.")]
     parent, _, leaf = key.rpartition(".")
-    near = difflib.get_close_matches(leaf, [k.rpartition(".")[2] for k in keys], n=1, cutoff=0.6)
-    close = [k for k in keys if k.rpartition(".")[2] in near]
-    if close:
-        return f"did you mean {' or '.join(close)}?"
     siblings = [k for k in keys if k.rpartition(".")[0] == parent]
-    return f"known: {', '.join(siblings)}"
+    near = _near(leaf, keys, 1.0) or _near(leaf, siblings if parent and siblings else keys, 0.6)
+    if near:
+        return f"did you mean {' or '.join(near)}?"
+    return f"known: {', '.join(siblings or [k for k in keys if '.' not in k])}"
+
+
+def _near(leaf: str, keys: list[str], cutoff: float) -> list[str]:
+    """The keys whose last part is the one most like ``leaf``."""
+    best = difflib.get_close_matches(leaf, [k.rpartition(".")[2] for k in keys], n=1, cutoff=cutoff)
+    return [k for k in keys if k.rpartition(".")[2] in best]
 
 
 def _flatten(node: DictConfig, prefix: str = "") -> list[str]:
     keys: list[str] = []
     for key in map(str, node):
-        if prefix == "" and key == "hydra":
-            continue
         keys.append(f"{prefix}{key}")
         child = node._get_node(key)
         if isinstance(child, DictConfig) and not child._is_none() and not child._is_missing():

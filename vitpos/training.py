@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import json
@@ -9,7 +10,6 @@ import math
 import multiprocessing
 import os
 import platform
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any
 
 import pandas as pd
+import timm
 import torch
 import yaml
 from accelerate import Accelerator
@@ -28,7 +29,7 @@ from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
 import vitpos
-from vitpos import config, data, positions, seeds
+from vitpos import backbone, config, data, positions, seeds
 from vitpos.config import RunConfig, TrainConfig
 
 PACKAGES = ("vitpos", "torch", "timm", "torchvision", "accelerate", "numpy", "scikit-learn")
@@ -49,9 +50,17 @@ def start(cfg: TrainConfig) -> Accelerator:
 
 def create_model(run: RunConfig, info: data.Info) -> nn.Module:
     """The timm model with its encoding: bit-equal backbone weights at one seed, whatever the encoding."""
-    kwargs = dict(run.model.kwargs, in_chans=info.in_chans, num_classes=len(info.classes), img_size=info.img_size)
+    name, kwargs = run.model.name, run.model.kwargs
+    if timm.is_model(name):
+        source = sys.modules[timm.model_entrypoint(name.split(".")[0]).__module__]
+        if backbone.timm_vit.VisionTransformer not in vars(source).values():
+            raise ValueError(f"model.name={name} is of {source.__name__}; served are timm's VisionTransformer models")
+    given = dict(kwargs, in_chans=info.in_chans, num_classes=len(info.classes), img_size=info.img_size)
     torch.manual_seed(seeds.stream(run.seed, "backbone"))
-    return vitpos.create_model(run.model.name, pos=run.pos, encoding_seed=seeds.stream(run.seed, "encoding"), **kwargs)
+    try:
+        return vitpos.create_model(name, pos=run.pos, encoding_seed=seeds.stream(run.seed, "encoding"), **given)
+    except (AssertionError, ArithmeticError, RuntimeError, StopIteration, TypeError) as error:
+        raise ValueError(f"model {name} cannot be built with kwargs {kwargs}: {_reason(error)}") from None
 
 
 def is_positional(name: str) -> bool:
@@ -113,15 +122,30 @@ def evaluate(model: nn.Module, dataset: data.Dataset, batch_size: int, accelerat
 class RunFolder:
     """A run's folder: chosen by the first process, written by it alone, each file whole or not at all.
 
-    As a context manager it removes a new folder again when no epoch was completed in it.
+    As a context manager it removes again what it wrote of a new run when no epoch was completed.
     """
 
-    def __init__(self, run: RunConfig, accelerator: Accelerator, info: data.Info):
-        self.run, self.accelerator, self.info = run, accelerator, info
-        self.rows: list[dict[str, float]] = []
+    def __init__(self, run: RunConfig, accelerator: Accelerator, train_set: data.Dataset, val_set: data.Dataset):
+        self.run, self.accelerator, self.info = run, accelerator, train_set.info
+        self.samples = data.fingerprint(train_set, val_set)
+        self.rows: list[dict[str, Any]] = []
         self.created: list[Path] = []
         self.writer: Any = None
+
+    def __enter__(self) -> RunFolder:
         self.path = self._agree(self._open)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if self.writer is not None:
+            self.writer.close()
+        if error is not None:
+            self._remove_unless_begun()
+
+    @property
+    def seconds(self) -> float:
+        """How long the epochs done so far took."""
+        return self.rows[-1]["seconds"] if self.rows else 0.0
 
     def _agree(self, action: Callable[[], Path]) -> Path:
         """The first process's result in every process; its error too, so that none waits for a folder in vain."""
@@ -140,47 +164,60 @@ class RunFolder:
     def _open(self) -> Path:
         if self.run.resume is not None:
             return Path(self.run.resume)
-        path = config.new_folder(self.run)
-        if path.is_dir() and any(path.iterdir()):
-            raise ValueError(f"out={path} holds files already; choose another folder, or continue its run with resume=")
-        self.path, self.created = path, [p for p in (path, *path.parents) if not p.exists()]
-        path.mkdir(parents=True, exist_ok=True)
-        self._write("config.yaml", yaml.safe_dump(dataclasses.asdict(self.run), sort_keys=False))
-        self._write("environment.json", json.dumps(environment(self.accelerator), indent=2))
+        self.path = path = config.new_folder(self.run)
+        self.created = [p for p in (path, *path.parents) if not p.exists()]
+        config.check_folder(self.run)
+        try:
+            path.mkdir(parents=True, exist_ok=path not in self.created)
+        except FileExistsError:  # another run has taken the name since
+            return self._open()
+        try:
+            self._write("config.yaml", yaml.safe_dump(dataclasses.asdict(self.run), sort_keys=False))
+            self._write("environment.json", json.dumps(environment(self.accelerator), indent=2))
+        except BaseException:
+            self._remove_unless_begun()
+            raise
         return path
 
-    def __enter__(self) -> RunFolder:
-        if self.accelerator.is_main_process:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self.writer = SummaryWriter(str(self.path / "tb"))
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if self.writer is not None:
-            self.writer.close()
-        if error is not None and not self.rows and self.created:
-            shutil.rmtree(self.created[0])
-            for folder in self.created[1:]:
-                if not any(folder.iterdir()):
-                    folder.rmdir()
+    def _remove_unless_begun(self) -> None:
+        if self.run.resume is not None or not self.accelerator.is_main_process or (self.path / "state.pt").exists():
+            return
+        for name in ("config.yaml", "environment.json", "last.safetensors", "metrics.csv"):
+            (self.path / name).unlink(missing_ok=True)
+        for folder in self.created:
+            with contextlib.suppress(OSError):  # another run's files are in it
+                folder.rmdir()
 
     def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer, ema: ModelEmaV3 | None) -> int:
-        """Load the state of the run that is continued, if one is; returns the number of epochs done."""
-        if self.run.resume is None:
-            return 0
+        """Load the state of the run that is continued, if it has one; returns the number of epochs done."""
         path = self.path / "state.pt"
-        if not path.is_file():
-            raise FileNotFoundError(f"resume={self.path}: {path.name} is missing, there is nothing to continue from")
+        if self.run.resume is None or not path.is_file():
+            return 0
         try:
             state = torch.load(path, map_location=self.accelerator.device, weights_only=True)
-            model.load_state_dict(state["model"])
+            differing = config.difference(config.identity(self.run), state["config"])
+            samples = state["samples"]
+        except Exception as error:
+            raise ValueError(f"{path} is damaged: {_reason(error)}; start a new run") from None
+        if differing is not None:
+            key, ours, theirs = differing
+            raise ValueError(f"{path} was trained with {key}={theirs}, config.yaml says {ours}; restore {key} there")
+        if samples != self.samples:
+            raise ValueError(
+                f"resume={self.path} was trained on other images than data.root={getattr(self.run.data, 'root', None)} "
+                "holds now (by their names in train and val); put them back, or start a new run"
+            )
+        try:
+            _load(model, state["model"])
             optimizer.load_state_dict(state["optimizer"])
             if ema is not None:
-                ema.module.load_state_dict(state["ema"])
+                _load(ema.module, state["ema"])
+            if self.accelerator.scaler is not None:
+                self.accelerator.scaler.load_state_dict(state["scaler"])
         except Exception as error:
-            reason = str(error).strip().splitlines()[0]
-            raise ValueError(f"{path} does not fit the model of {self.path / 'config.yaml'}: {reason}") from None
+            raise ValueError(
+                f"{path} does not fit the model of {self.path / 'config.yaml'}: {_reason(error)}"
+            ) from None
         self.rows = state["rows"]
         return state["epoch"]
 
@@ -197,6 +234,9 @@ class RunFolder:
             "model": model.state_dict(),
             "optimizer": optimizer.state_dict(),
             "ema": None if ema is None else ema.module.state_dict(),
+            "scaler": None if self.accelerator.scaler is None else self.accelerator.scaler.state_dict(),
+            "config": config.identity(self.run),
+            "samples": self.samples,
             "epoch": row["epoch"],
             "step": row["step"],
             "rows": self.rows,
@@ -217,6 +257,10 @@ class RunFolder:
         )
         self._write("metrics.csv", pd.DataFrame(self.rows).to_csv(index=False, float_format="%.6g"))
         self._write("state.pt", lambda path: torch.save(state, path))
+        if self.writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.writer = SummaryWriter(str(self.path / "tb"))
         for name, value in row.items():
             if name not in ("epoch", "step"):
                 self.writer.add_scalar(name, value, row["step"])
@@ -232,6 +276,20 @@ class RunFolder:
             os.replace(temporary, self.path / name)
         finally:
             temporary.unlink(missing_ok=True)
+
+
+def _load(module: nn.Module, stored: dict[str, Tensor]) -> None:
+    """Load a state; ValueError names the first weight that differs in name or shape."""
+    here, there = ({k: tuple(v.shape) for k, v in state.items()} for state in (module.state_dict(), stored))
+    differing = config.difference(here, there)
+    if differing is not None:
+        name, ours, theirs = differing
+        raise ValueError(f"{name} has shape {theirs or '(absent)'} there, {ours or '(absent)'} here")
+    module.load_state_dict(stored)
+
+
+def _reason(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def environment(accelerator: Accelerator) -> dict[str, Any]:
@@ -262,13 +320,13 @@ class Meter:
     Runs of a sweep that share a terminal side by side print three lines each.
     """
 
-    def __init__(self, accelerator: Accelerator, run: RunConfig, steps: int, done: int):
+    def __init__(self, accelerator: Accelerator, run: RunConfig, steps: int, done: int, seconds: float = 0.0):
         self.loud = accelerator.is_main_process
         self.label, self.epochs = f"{run.pos} s{run.seed}", run.train.epochs
         self.images, self.images_per_step = 0, run.train.batch_size
         alone = multiprocessing.current_process().name == "MainProcess"
         self.every = 1 if alone else math.ceil(self.epochs / 3)
-        self.begin = time.perf_counter()
+        self.begin = time.perf_counter() - seconds  # those of the epochs before this start
         self.spent = 0.0  # seconds in training steps, evaluation left out
         columns = (
             TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(),
