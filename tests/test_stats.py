@@ -97,6 +97,14 @@ def test_agreement_everywhere_still_has_an_interval():
     assert e.low == pytest.approx(stats.accuracy(np.ones(100)).low)
 
 
+def test_repeats_count_as_independent_answers_at_most():
+    scores = np.tile([0.45, 0.55], 50)  # images that differ less than even independent answers would
+    e = stats.mean_over_images(scores, repeats=4)
+    most = stats.accuracy(np.arange(400) < 200)
+    assert (e.low, e.high) == pytest.approx((most.low, most.high))
+    assert e.low < stats.accuracy(np.arange(10**6) < 5 * 10**5).low - 0.03  # without a cap it would be sure
+
+
 @pytest.mark.parametrize(
     "call",
     [
