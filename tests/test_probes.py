@@ -261,6 +261,65 @@ def test_bad_options(options, message):
         probes.evaluate(subject(Constant()), options)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"translation": {"steps": "abc"}}, "translation.steps='abc' is str, expected int"),
+        ({"translation": {"steps": True}}, "is bool, expected int"),
+        ({"translation": {"subpatch": 1}}, "is int, expected bool"),
+        ({"translation": {"variants": 5}}, "is int, expected str or list"),
+        ({"resolution": {"policies": 5}}, "is int, expected str or list"),
+    ],
+)
+def test_options_have_the_type_of_their_default(options, message):
+    with pytest.raises(TypeError, match=message):
+        probes.evaluate(subject(Constant()), options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"translation": {"variants": [["crop"]]}}, "auto or a list"),
+        ({"resolution": {"policies": [5]}}, "list of resize policies"),
+        ({"resolution": {"upsample": [24.0]}}, "a size is a side or a"),
+    ],
+)
+def test_lists_hold_what_they_should(options, message):
+    with pytest.raises(ValueError, match=message):
+        probes.evaluate(subject(Constant()), options)
+
+
+def test_one_image_is_refused_before_the_model_runs_over_positions():
+    with pytest.raises(ValueError, match="at least 2 images"):
+        probes.get("translation").collect(subject(Constant(), limit=1), probes.resolve("translation", {}))
+    assert probes.evaluate(subject(Constant(), limit=1), {})["plain/pred"].shape == (1,)
+
+
+class Travelling(Constant):
+    def __init__(self):
+        super().__init__()
+        self.moves = []
+
+    def to(self, device):
+        self.moves.append(str(device))
+        return self
+
+
+def test_the_callers_model_is_put_back_where_it_was():
+    model = Travelling()
+    sub = subject(model, device="cpu:0")  # its weights are on "cpu"
+    assert model.moves == []
+    model.decide = lambda x: pytest.fail("the model ran elsewhere") if model.moves != ["cpu:0"] else x[9]
+    with pytest.raises(IndexError):
+        probes.evaluate(sub, {})
+    assert model.moves == ["cpu:0", "cpu"]
+
+
+def test_each_probe_says_what_patch_it_moved_by():
+    out, _ = results(Constant())
+    assert out["probes"]["resolution"]["patch_size"] == out["probes"]["translation"]["patch_size"] == [4, 4]
+
+
 def test_bad_subjects():
     with pytest.raises(ValueError, match="batch_size"):
         probes.Subject(Constant(), Squares(), mean=[0], std=[1], batch_size=0)

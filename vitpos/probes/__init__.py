@@ -39,6 +39,7 @@ __all__ = [
     "get",
     "names",
     "register",
+    "resolve",
     "summarize",
 ]
 
@@ -82,19 +83,33 @@ def get(name: str) -> Probe:
     return REGISTRY[name]
 
 
+# Options are checked against the type of their default; a word as default stands for a list as well ("auto").
+KINDS: dict[type, tuple[type, ...]] = {bool: (bool,), int: (int,), float: (float, int), str: (str, list, tuple)}
+
+
+def resolve(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """A probe's options, those not given by default. Raises ValueError for an unknown key, TypeError for a value of
+    another type than the default."""
+    defaults = get(name).defaults
+    for key, value in options.items():
+        if key not in defaults:
+            raise ValueError(f"probe {name!r} has no option {key!r}: {nearest(key, list(defaults))}")
+        kinds = KINDS.get(type(defaults[key]), (type(value),))
+        if type(value) not in kinds:
+            wanted = " or ".join(kind.__name__ for kind in kinds if kind is not tuple)
+            raise TypeError(
+                f"{name}.{key}={value!r} is {type(value).__name__}, expected {wanted} (default {defaults[key]!r})"
+            )
+    return {**defaults, **options}
+
+
 def evaluate(subject: Subject, probes: Mapping[str, Mapping[str, Any]]) -> Arrays:
     """Run plain evaluation and each named probe with its options; the model is left as it was found.
 
     Returns per-image arrays (documented in docs/results.md): `labels` [N], `ids` [N], `plain/pred` [N], and
     each probe's own under `<probe>/...`. A variant that does not apply leaves a line in `meta` that says why.
     """
-    resolved = {}
-    for name, options in probes.items():
-        defaults = get(name).defaults
-        for key in options:
-            if key not in defaults:
-                raise ValueError(f"probe {name!r} has no option {key!r}: {nearest(key, list(defaults))}")
-        resolved[name] = {**defaults, **options}
+    resolved = {name: resolve(name, options) for name, options in probes.items()}
     with subject.evaluating():
         arrays: Arrays = {"labels": subject.labels.numpy(), "ids": np.array(subject.ids)}
         if reason := subject.accepts(subject.size):
@@ -125,7 +140,8 @@ def summarize(arrays: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
 def differences(arrays: Mapping[str, NDArray[Any]], baseline: Mapping[str, NDArray[Any]]) -> list[dict[str, Any]]:
     """Accuracy minus the baseline's on the same images: plain, and at each size that both were measured at.
 
-    Empty if the two were not evaluated on the same images. Under several policies each is compared with the
+    Empty if ids or labels differ. That the images behind equal ids are the same, and at the same sizes, is the
+    caller's to know (eval.py compares what `report.setup` holds). Under several policies each is compared with the
     baseline's first row of that kind and size.
     """
     truth = arrays["labels"]

@@ -59,7 +59,7 @@ class Subject:
 
     `limit` (0: all) takes that many test images by a fixed rule, spread evenly over the data set's order.
     `track(description, total)` is called when a long loop starts and returns a function to call with
-    progress.
+    progress. The caller's model is on `device` during evaluation only (`evaluating`).
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Subject:
             raise ValueError(f"batch_size must be at least 1 and limit at least 0, got {batch_size} and {limit}")
         if len(images) == 0:
             raise ValueError("no test image: the data set is empty")
-        self.model, self.images, self.device = model.to(device), images, torch.device(device)
+        self.model, self.images, self.device = model, images, torch.device(device)
         self.batch_size = batch_size
         self.patch, self.patch_source = (patch, "given") if patch else _patch_of(model)
         count = min(limit, len(images)) if limit else len(images)
@@ -189,17 +189,19 @@ class Subject:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Inference in evaluation mode; training flags of every module and random states are put back
-        afterwards."""
+        """Inference on the device in evaluation mode; the model's device, training flags of every module and random
+        states are put back afterwards."""
+        held = next(self.model.parameters(), torch.empty(0, device=self.device)).device
         modes = [(module, module.training) for module in self.model.modules()]
         states = random.getstate(), np.random.get_state()  # noqa: NPY002 (what a data set may use)
         cuda = [self.device] if self.device.type == "cuda" else []
         # fork_rng watches the CPU too; without a device list it would touch every GPU.
         with torch.random.fork_rng(devices=cuda), torch.inference_mode():
-            self.model.eval()
             try:
+                self.model.to(self.device).eval()
                 yield
             finally:
+                self.model.to(held)
                 for module, mode in modes:
                     module.training = mode
                 random.setstate(states[0])

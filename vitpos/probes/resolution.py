@@ -71,7 +71,7 @@ def resolve_sizes(sizes: Any, kind: str, native: Size, patch: Size) -> list[Size
         raise ValueError(f"sizes must be auto or a list of sides or [height, width] pairs, got {sizes!r}")
     pairs = []
     for size in sizes:
-        pair = (size, size) if isinstance(size, int) else tuple(size)
+        pair = (size, size) if isinstance(size, int) else tuple(size) if isinstance(size, list | tuple) else ()
         if len(pair) != 2 or not all(isinstance(s, int) for s in pair):
             raise ValueError(f"a size is a side or a [height, width] pair in pixels, got {size!r}")
         check_size(pair, patch)
@@ -100,7 +100,9 @@ class Resolution:
     def collect(self, subject: Subject, options: Mapping[str, Any]) -> Arrays:
         policies = options["policies"]
         policies = [policies] if isinstance(policies, str) else list(policies)
-        arrays: Arrays = {"image_size": np.array(subject.size)}
+        if not policies or not all(isinstance(policy, str) for policy in policies):
+            raise ValueError(f"resolution.policies must be default or a list of resize policies, got {policies!r}")
+        arrays: Arrays = {"image_size": np.array(subject.size), "patch_size": np.array(subject.patch)}
         for kind in KINDS:
             if options[kind] == "none":
                 continue
@@ -138,6 +140,8 @@ class Resolution:
     def summarize(self, arrays: Arrays, truth: NDArray[np.int64]) -> dict[str, Any]:
         native = arrays["image_size"]
         result: dict[str, Any] = {"image_size": native.tolist(), "kinds": {}}
+        if "patch_size" in arrays:  # not stored by early versions
+            result["patch_size"] = arrays["patch_size"].tolist()
         for kind in KINDS:
             entry: dict[str, Any] = {}
             if f"{kind}/not_applicable" in arrays:

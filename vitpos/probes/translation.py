@@ -107,10 +107,12 @@ class Translation:
         variants = options["variants"]
         if variants == "auto":
             variants = ["canvas"] if movable else ["crop", "circular"]
-        if not isinstance(variants, list | tuple) or not set(variants) <= set(VARIANTS):
+        if not isinstance(variants, list | tuple) or not all(variant in VARIANTS for variant in variants):
             raise ValueError(f"translation.variants must be auto or a list out of {list(VARIANTS)}, got {variants!r}")
         if options["steps"] < 1:
             raise ValueError(f"translation.steps must be at least 1 patch, got {options['steps']}")
+        if len(subject.ids) < 2:
+            raise ValueError("the worst position needs at least 2 images (one half chooses, one scores), got 1")
         arrays: Arrays = {
             "patch_size": np.array(subject.patch),
             "patch_source": np.array(subject.patch_source),
