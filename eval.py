@@ -25,6 +25,7 @@ COMMAND = shlex.join(["python", Path(__file__).name, *sys.argv[1:]])
 @cli.task
 def main(cfg: DictConfig) -> None:
     # what is asked for: refused here, before anything is loaded or written
+    evaluation.check(cfg)
     device = evaluation.device(cfg)
     options = evaluation.options(cfg)
     models, out = evaluation.select(cfg, device)
@@ -33,7 +34,7 @@ def main(cfg: DictConfig) -> None:
     # each model: per-image decisions, then numbers from those alone
     runs, stored = [], []
     with evaluation.progress() as track:
-        for load in models:
+        for load, folder in models:
             source = load()
             subject = probes.Subject(
                 source.model, source.images, mean=source.mean, std=source.std,
@@ -42,21 +43,19 @@ def main(cfg: DictConfig) -> None:
             )  # fmt: skip
             decisions = probes.evaluate(subject, options)
             run = {**source.about, "image_size": list(subject.size), **probes.summarize(decisions)}
-            folder = source.folder or out
-            report.write(folder / "predictions.npz", evaluation.pack(decisions))
             if len(models) > 1:
-                report.save({**about, "runs": [run]}, folder, page=False)
+                report.save({**about, "runs": [run]}, folder, page=False, predictions=evaluation.pack(decisions))
             runs.append(run)
             stored.append(decisions)
 
     # all of them side by side
-    evaluation.add_differences(runs, stored)
+    evaluation.add_differences(runs, stored, report.baselines(runs))
     results = {**about, "runs": runs}
-    report.save(results, out)
+    report.save(results, out, predictions=evaluation.pack(stored[0]) if len(models) == 1 else None)
     report.print_table(results, Console(width=None if sys.stdout.isatty() else 100))
     print(f"report: {out / 'report.html'}")
 
 
 if __name__ == "__main__":
-    sys.argv[1:] = evaluation.words(sys.argv[1:])
+    sys.argv[1:] = evaluation.words(sys.argv[1:], cli.quote)
     cli.run(main)

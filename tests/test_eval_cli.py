@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import vitpos
 from vitpos import data, evaluation, probes, report
@@ -32,6 +33,12 @@ def make_run(folder, pos, placement="home", seed=0, **changes):
     } | changes
     vitpos.save(model, folder / "last.safetensors", **card)
     return folder
+
+
+def digits_run(folder, pos, seed=0, **data):
+    """A run on digits of another kind."""
+    extra = {"data": {"name": "digits"} | data, "seed": seed, "epochs": 1, "run": folder.name}
+    return make_run(folder, pos, extra=extra)
 
 
 @pytest.fixture(scope="module")
@@ -79,19 +86,81 @@ def test_runs_side_by_side(runs, tmp_path, evaluate):
     assert {("plain",), ("canvas", 36, 36), ("canvas", 48, 48)} <= kinds
 
     # Every number again from the stored decisions, and the plain accuracy again from the model.
-    for folder, run in ((runs / "deep" / "a", rope), (runs / "b", none)):
-        single = report.read(folder / "eval" / "results.json")["runs"]
-        with np.load(folder / "eval" / "predictions.npz", allow_pickle=False) as file:
+    assert not list(runs.rglob("eval"))  # out holds everything
+    assert "| `rope_axial` | home |" in (tmp_path / "out" / "table.md").read_text()
+    for folder, source, run in (("a", runs / "deep" / "a", rope), ("b", runs / "b", none)):
+        folder = tmp_path / "out" / folder
+        single = report.read(folder / "results.json")["runs"]
+        with np.load(folder / "predictions.npz", allow_pickle=False) as file:
             stored = dict(file)
         again = json.loads(json.dumps(probes.summarize(stored)))
         assert {key: single[0][key] for key in again} == again == {key: run[key] for key in again}
         images = data.load({"name": "digits"}, "test")
         chosen = [images.ids.index(i) for i in stored["ids"]]
-        logits = vitpos.load(folder / "last.safetensors")(data.normalize(images.batch(chosen), images.info))
+        logits = vitpos.load(source / "last.safetensors")(data.normalize(images.batch(chosen), images.info))
         np.testing.assert_array_equal(stored["plain/pred"], logits.argmax(1).numpy())
-    assert sorted(p.name for p in (runs / "b" / "eval" / "figures").iterdir()) == [
+    assert sorted(p.name for p in (tmp_path / "out" / "b" / "figures").iterdir()) == [
         "position.png", "resolution-canvas.png", "resolution-upsample.png", "shift.png",
     ]  # fmt: skip
+
+
+QUICK = ("images=4", "probes=[translation]", "translation.subpatch=false")
+
+
+def test_only_equal_images_are_compared(tmp_path, evaluate):
+    root = tmp_path / "with, comma"
+    digits_run(root / "none8", "none", object_size=8)
+    digits_run(root / "rope12", "rope_axial", object_size=12)
+    digits_run(root / "rope8", "rope_axial", object_size=8, val_fraction=0.2)
+    digits_run(root / "seed1", "rope_axial", seed=1, object_size=8)
+    code, out, _ = evaluate(f"runs={root}", *QUICK)  # a name with a comma is one folder
+    assert code == 0
+    results = report.read(root / "eval" / "results.json")
+    found = {run["label"]: run.get("difference_to_none", {}).get("baseline") for run in results["runs"]}
+    assert found == {"none8": None, "rope12": None, "rope8": "none8", "seed1": None}
+    groups = [[run["label"] for run in group.runs] for group in report.groups(results)]
+    assert groups == [["rope12"], ["rope8", "seed1", "none8"]]
+    text = " ".join(out.split())
+    assert "over the 15 whole-patch positions" in text
+    assert "over the 24 whole-patch positions" in text
+    for run in results["runs"]:  # without out, each has its own beside its weights
+        own = root / run["label"] / "eval"
+        assert len(report.read(own / "results.json")["runs"]) == 1
+        assert (own / "predictions.npz").exists()
+    # A run folder's own evaluation is not to be overwritten by that of several.
+    code, _, err = evaluate(f"runs={root / 'none8'},{root / 'rope8'}", *QUICK)
+    assert code == 2
+    assert re.search(r"runs=.* one run's results and all of them; give out=FOLDER", err)
+
+
+def test_out_holds_all_of_one_evaluation(tmp_path, evaluate):
+    run = make_run(tmp_path / "run", "rope_axial")
+    assert evaluate(f"checkpoint={run}", *QUICK)[0] == 0
+    before = {p: p.read_bytes() for p in (run / "eval").rglob("*.*")}
+    assert evaluate(f"checkpoint={run}", *QUICK, "images=3", f"out={tmp_path / 'X'}")[0] == 0
+    assert {p: p.read_bytes() for p in (run / "eval").rglob("*.*")} == before
+    for folder, count in ((run / "eval", 4), (tmp_path / "X", 3)):
+        with np.load(folder / "predictions.npz") as file:
+            assert len(file["ids"]) == count
+        assert report.read(folder / "results.json")["runs"][0]["images"] == count
+    other = make_run(tmp_path / "other", "none")
+    (other / "eval").write_text("in the way of its own results, which go elsewhere")
+    assert evaluate(f"checkpoint={other}", *QUICK, f"out={tmp_path / 'X'}")[0] == 0  # an earlier one may be replaced
+    assert report.read(tmp_path / "X" / "results.json")["runs"][0]["images"] == 4
+
+
+def test_runs_of_one_name_keep_apart(tmp_path, evaluate):
+    for parent in ("x", "y"):
+        make_run(tmp_path / parent / "figures", "none")  # also a name that a report uses itself
+    code, _, err = evaluate(f"runs={tmp_path}", *QUICK, f"out={tmp_path / 'out'}")
+    assert code == 0, err
+    assert {p.parent.name for p in (tmp_path / "out").glob("*/predictions.npz")} == {"figures-2", "figures-3"}
+    # What a broken-off evaluation leaves is no obstacle.
+    (tmp_path / "out" / "results.json").unlink(), (tmp_path / "out" / "report.html").unlink()
+    (tmp_path / "out" / "table.md").unlink()
+    evaluation.claim(tmp_path / "out" / "figures-2", "out=")
+    with pytest.raises(ValueError, match=r"holds other things \(e.g. figures\)"):
+        evaluation.claim(tmp_path / "out", "out=")
 
 
 def test_one_checkpoint_policies_and_variants(runs, evaluate):
@@ -156,27 +225,59 @@ def test_timm_models_by_name(tmp_path, evaluate):
         (["checkpoint={other}"], "do not fit|no vitpos card"),
         (["checkpoint={nine}"], "9 classes"),
         (["checkpoint={letters}"], "other classes.*'a' and '0'"),
+        (["checkpoint={run}", "out={junk}"], "out=.*junk.safetensors is a file, expected a folder"),
+        (["checkpoint={run}", "out={junk}/below"], "junk.safetensors is a file, expected a folder"),
+        (["checkpoint={run}", "out={made}"], "out=.*holds other things .*junk.safetensors.* no earlier evaluation"),
+        (["checkpoint={run}", "out=/proc/vitpos"], "out=/proc/vitpos: cannot write into /proc"),
+        (["checkpoint={run}", "images=1"], "images=1 must be 0 .* at least 2"),
+        (["checkpoint={run}", "images=-3"], "images=-3"),
+        (["checkpoint={run}", "images=abc"], "images='abc' is str, expected int"),
+        (["checkpoint={run}", "pretrained=3"], "pretrained=3 is int, expected bool"),
+        (["checkpoint={run}", "threads=0"], "threads=0"),
+        (["checkpoint={run}", "translation.steps=abc"], "translation.steps='abc' is str, expected int"),
+        (["checkpoint={run}", "translation=5"], "translation=5 is int"),
+        (["checkpoint={run}", "probes=foo"], "unknown probe 'foo': known: resolution, translation"),
+        (["checkpoint={run}", "probes=[5]"], "unknown probe '5'"),
+        (["model=vit_tiny_patch16_224", "data=digits", "model_args=5"], "model_args=5 is int, expected dict or null"),
+        (
+            ["model=vit_tiny_patch16_224", "data=digits", "model_args={depth: 0}"],
+            "model_args.depth=0 must be 1 or more",
+        ),
+        (["model=vit'tiny", "data=digits"], "unknown timm model"),
+        (["model=", "data=digits"], "model= is empty"),
+        (["checkpoint="], "checkpoint= is empty"),
+        (["runs="], "runs= is empty"),
+        (["checkpoint={run}", "out="], "out= is empty"),
+        (["runs={run},nowhere, at all"], "runs=nowhere: no such folder"),
+        (["runs={run},"], "between the commas is empty"),
+        (
+            ["runs={made}", "note={run}{foreign}"],
+            r"foreign.last.safetensors holds weights but no vitpos card.*1 of 2 runs",
+        ),
     ],
 )
 def test_errors_are_one_line_and_write_nothing(words, message, tmp_path, monkeypatch, evaluate):
     monkeypatch.chdir(tmp_path)
     made = tmp_path / "made"
     made.mkdir()
-    names = {"junk": made / "junk.safetensors", "run": made / "run"}
+    names = {"junk": made / "junk.safetensors", "run": made / "run", "made": made}
     names["junk"].write_text("junk")
-    if words and "{run}" in words[0]:
+    if "{run}" in "".join(words):
         make_run(names["run"], "rope_axial")
-    if words and "{other}" in words[0]:
-        from safetensors.torch import save_file
-
-        names["other"] = made / "other.safetensors"
-        save_file({"x": torch.zeros(2)}, names["other"])
+    for name, path in (("other", made / "other.safetensors"), ("foreign", made / "foreign" / "last.safetensors")):
+        if f"{{{name}}}" in "".join(words):
+            path.parent.mkdir(exist_ok=True)
+            save_file({"x": torch.zeros(2)}, path)
+            names[name] = path
+    if any(word.startswith(("out=", "images=", "note=")) for word in words):  # refused before anything is loaded
+        monkeypatch.setattr("vitpos.load", lambda *_, **__: pytest.fail("a model was loaded"))
     for name, classes in (("nine", [*"012345678"]), ("letters", [*"abcdefghij"])):
         if words and name in words[0]:
             names[name] = make_run(made / name, "rope_axial", classes=classes)
     if "runs=." in words:
         names["junk"].unlink(), made.rmdir()
     before = sorted(tmp_path.rglob("*"))
+    words = [word for word in words if not word.startswith("note=")]
     filled = [re.sub(r"\{(\w+)\}", lambda m: str(names[m[1]]), word) for word in words]
     code, out, err = evaluate(*filled)
     assert code == 2

@@ -37,7 +37,11 @@ def translation(levels, variant="canvas"):
         },
     }
     subpatch = {**group, "by_distance": group["by_distance"][:2]}
-    return {"definitions": {"worst": "a definition"}, "variants": {variant: {"patch": group, "subpatch": subpatch}}}
+    return {
+        "definitions": {"worst": "a definition"},
+        "patch_size": [4, 4],
+        "variants": {variant: {"patch": group, "subpatch": subpatch}},
+    }
 
 
 def resolution(kind="canvas"):
@@ -63,6 +67,7 @@ def run(encoding, placement="home", seed=0, variant="canvas", kind="canvas", dat
         "data": {"name": data},
         "image_size": [24, 24],
         "images": 100,
+        "majority_class": 0.1,
         "accuracy": interval(0.93),
         "probes": {"translation": translation(levels, variant), "resolution": resolution(kind)},
     }
@@ -138,6 +143,141 @@ def test_runs_measured_differently_do_not_share_a_table():
     assert not report.certificates(groups[0])  # cut-off content is no invariance
 
 
+def changed(one, path, value):
+    one = copy.deepcopy(one)
+    *parents, last = path.split(".")
+    target = one
+    for key in parents:
+        target = target[key]
+    target[last] = value
+    return one
+
+
+CANVAS = "probes.translation.variants.canvas"
+APART = [
+    ("data.object_size", 8), ("data.canvas", 32), ("image_size", [24, 28]), ("images", 99),
+    ("probes.translation.patch_size", [8, 8]), (f"{CANVAS}.patch.shifts", [[0, 0], *SHIFTS]),
+    (f"{CANVAS}.subpatch.shifts", SHIFTS[:4]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "value"), APART, ids=lambda v: str(v)[-20:])
+def test_what_was_measured_otherwise_is_neither_beside_it_nor_compared_with_it(path, value):
+    none, other = run("none"), changed(run("ape1d"), path, value)
+    assert len(report.groups(results(none, other))) == 2
+    assert report.baselines([none, other]) == [None, None]
+    assert report.baselines([none, run("ape1d")]) == [None, 0]
+
+
+@pytest.mark.parametrize("key", ["placement", "val_fraction", "workers", "crop_padding", "flip", "download"])
+def test_what_only_training_saw_is_no_difference(key):
+    other = changed(run("ape1d"), f"data.{key}", "other")
+    assert len(report.groups(results(run("none"), other))) == 1
+    assert report.baselines([run("none"), other]) == [None, 0]
+
+
+def test_groups_of_one_data_set_say_what_tells_them_apart():
+    small = changed(run("ape1d"), "data.object_size", 8)
+    large = changed(run("ape1d"), "data.object_size", 12)
+    text = printed(results(small, large), 160)
+    assert "digits (object_size 8): 100 test images" in text
+    assert "digits (object_size 12): 100 test images" in text
+    assert "digits: 100 test images" in printed(results(small))
+
+
+def test_baseline_is_a_none_trained_alike():
+    ours = run("ape1d")
+    for kind, value in (
+        ("seed", 1),
+        ("epochs", 9),
+        ("architecture", "vit_small_patch16_224"),
+        ("placement", "uniform"),
+    ):
+        assert report.baselines([ours, run("none") | {kind: value}]) == [None, None], kind
+    control = run("ape1d", "uniform")
+    assert report.baselines([run("none", seed=1), run("none"), control]) == [None, None, 1]  # home, where it must
+    assert report.baselines([run("none"), run("none", "uniform"), control, ours]) == [None, None, 1, 0]
+
+
+def with_scales(*scales):
+    rows = [
+        {"size": [round(24 * s)] * 2, "scale": [s, s], "policy": "-", "accuracy": interval(0.5)} for s in (1.0, *scales)
+    ]
+    return changed(run("ape1d"), "probes.resolution.kinds.canvas.rows", rows)
+
+
+@pytest.mark.parametrize(
+    ("scales", "shown"),
+    [
+        ((1.5, 2.0), ["1.5x canvas", "2x canvas"]),
+        ((1.4, 2.1), ["1.5x canvas", "2x canvas"]),
+        ((1.3, 1.75, 2.25), []),
+        ((3.0,), []),
+    ],
+)
+def test_a_size_column_shows_that_size_only(scales, shown):
+    columns = report.groups(results(with_scales(*scales)))[0].columns
+    assert [c.title for c in columns if "canvas" in c.title] == shown
+    for column, scale in zip([c for c in columns if c.title in shown], scales):
+        assert f"({round(24 * scale)}x{round(24 * scale)} px)" in column.note  # what "about 1.5x" was
+
+
+def test_legend_holds_for_every_row_of_a_mixed_group():
+    mixed = results(run("ape1d", "uniform"), run("native", None) | {"trained": False}, run("none", seed=1), run("rpb"))
+    text = " ".join(report.legend(report.groups(mixed)[0]))
+    for false in ("as training had it", "held-out", "one trained model", "difference to none"):
+        assert false not in text
+    caption = report.drawings(mixed, report.groups(mixed)[0])[0].caption
+    assert "beside which training at home has its objects" in caption
+    alone = report.groups(results(run("ape1d", "uniform")))[0]
+    assert "beside which" not in report.drawings(mixed, alone)[0].caption
+    assert "Grey: none, none-home (trained home, seed 1)." in report.drawings(mixed, report.groups(mixed)[0])[1].caption
+
+
+README = Path(__file__).parents[1] / "README.md"
+
+
+def test_markdown_is_the_readmes_table():
+    text = report.to_markdown(RESULTS)
+    lines = text.splitlines()
+    assert "\n".join(lines[:2]) in README.read_text()
+    assert lines[2] == (
+        "| `ape1d` | home | 93.0 (86.3–96.6) | 50.0 (40.4–59.6) | 15.0 (9.3–23.3) | 50.0 (40.4–59.6) "
+        "| 61.0 (51.2–70.0) | 37.0 (28.2–46.8) |"
+    )
+    assert len(lines) == 2 + len(RESULTS["runs"])
+    assert lines[-1].startswith("| `none` | home |")
+    assert text.endswith("|\n")
+
+
+def test_markdown_of_seeds_other_data_and_missing_cells():
+    bare = run("a|b", None, data="cifar10", variant="crop", kind="upsample") | {"seed": None}
+    bare["probes"]["resolution"]["kinds"] = {}
+    text = report.to_markdown(results(run("none"), run("none", seed=1), bare))
+    assert "| encoding | trained at | seed | home |" in text
+    assert "| `none` | home | 1 | 93.0" in text
+    assert "cifar10: 100 test images, image shifted over black\n\n| encoding | accuracy | shifted (crop) |" in text
+    assert "| `a\\|b` | 93.0" in text
+    partly = changed(run("ape1d"), "probes.resolution.kinds.canvas.rows", run("ape1d")["probes"]["resolution"]["kinds"]["canvas"]["rows"][:2])  # fmt: skip  # noqa: E501
+    assert report.to_markdown(results(run("none"), partly)).splitlines()[2].endswith("| – |")
+
+
+def test_a_folder_holds_one_evaluation(tmp_path):
+    report.save(results(run("ape1d")), tmp_path, predictions=b"one")
+    (tmp_path / "figures" / "mine.png").write_text("not ours")
+    assert (tmp_path / "predictions.npz").read_bytes() == b"one"
+    bare = run("ape1d") | {"probes": {}}
+    report.save(results(bare), tmp_path, page=False)
+    assert sorted(p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*.*")) == [
+        "figures/mine.png", "predictions.npz", "results.json", "table.md",
+    ]  # fmt: skip
+    report.save(results(bare, bare), tmp_path, page=False)
+    assert not (tmp_path / "predictions.npz").exists()  # of one run; these are two
+    with pytest.raises(ValueError, match="JSON"):
+        report.save(results(run("none") | {"images": float("nan")}), tmp_path, predictions=b"two")
+    assert not (tmp_path / "predictions.npz").exists()
+
+
 def test_missing_cells_say_why():
     broken = copy.deepcopy(run("ape1d"))
     broken["probes"]["resolution"]["kinds"]["canvas"] = {"not_applicable": "no blank canvas here"}
@@ -179,7 +319,7 @@ def test_files(tmp_path, variant, kind):
     result = results(run("none", variant=variant, kind=kind), run("ape1d", variant=variant, kind=kind))
     written = {path.relative_to(tmp_path).as_posix() for path in report.save(result, tmp_path)}
     figures = {f"figures/{name}.png" for name in ("position", "shift", f"resolution-{kind}")}
-    assert written == {"results.json", "report.html"} | figures
+    assert written == {"results.json", "report.html", "table.md"} | figures
     assert report.read(tmp_path / "results.json") == result
     assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in figures)
 
@@ -233,12 +373,17 @@ def test_page_shows_the_difference_to_none():
     one = run("ape1d")
     one["difference_to_none"] = {
         "baseline": "none-home",
+        "placement": "home",
+        "seed": 7,
         "rows": [
             {"kind": "canvas", "size": [36, 36], "policy": "extrapolate"}
             | {"difference": stats.paired_difference([1, 1, 0, 0], [0, 1, 1, 1]).as_dict()}
         ],
     }
-    assert "Δ −25.0" in report.to_html(results(one, run("none")))
+    page = report.to_html(results(one, run("none"), run("rpb")))
+    assert "Δ −25.0" in page
+    assert page.count("Δ to none-home (trained home, seed 7)") == 2  # in the row of each table that shows differences
+    assert "Larger sizes change more" in page
     assert "Δ −" not in report.to_html(results(run("ape1d"), run("none")))
 
 

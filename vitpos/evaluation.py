@@ -5,10 +5,14 @@ from __future__ import annotations
 
 import functools
 import io
+import itertools
+import json
 import os
 import platform
+import re
 import socket
-from collections.abc import Callable, Iterator, Mapping
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -33,6 +37,13 @@ from vitpos.composition import Position
 from vitpos.spec import nearest
 
 WEIGHTS = "last.safetensors"
+KINDS: dict[str, tuple[type, ...]] = {  # of the keys of configs/eval.yaml
+    "checkpoint": (str, type(None)), "runs": (str, type(None)), "timm_model": (str, type(None)),
+    "pretrained": (bool,), "model_args": (dict, type(None)), "out": (str, type(None)),
+    "probes": (list, str, type(None)), "images": (int,), "batch_size": (int,), "device": (str,),
+    "threads": (int, type(None)), "data": (dict,),
+}  # fmt: skip
+WORDS = {"timm_model": "model"}  # keys that the command line calls otherwise
 PACKAGES = ("torch", "timm", "numpy", "scipy", "statsmodels")
 
 
@@ -45,7 +56,6 @@ class Source:
     mean: list[float]
     std: list[float]
     about: dict[str, Any]
-    folder: Path | None  # where its own results go
 
 
 def register() -> None:
@@ -55,8 +65,8 @@ def register() -> None:
     ConfigStore.instance().store(group="schema", name="probes", node=node)
 
 
-def words(given: list[str]) -> list[str]:
-    """The command line's words as Hydra needs them.
+def words(given: list[str], quote: Callable[[str], str]) -> list[str]:
+    """The command line's words as Hydra needs them; `quote` makes any text a string of its grammar.
 
     `data.KEY=value` overrides a key of whatever data a run was trained on, so it may be new to the configuration;
     `model` would be the group of training configurations.
@@ -66,26 +76,57 @@ def words(given: list[str]) -> list[str]:
         key, _, value = word.partition("=")
         if key.startswith("data."):
             word = f"++{word}"
-        elif key == "model" and value not in ("", "null"):
-            word = f"timm_model='{value}'"
+        elif key == "model":
+            word = f"timm_model={value if value == 'null' else quote(value)}"
         found.append(word)
     return found
 
 
+def check(cfg: DictConfig) -> None:
+    """Refuse values of the wrong type or out of their range: TypeError or ValueError, naming the key."""
+    values: Any = OmegaConf.to_container(cfg, resolve=True)
+    for key, kinds in KINDS.items():
+        name, value = WORDS.get(key, key), values[key]
+        if type(value) not in kinds:
+            wanted = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
+            raise TypeError(f"{name}={value!r} is {type(value).__name__}, expected {wanted}")
+        if isinstance(value, str) and not value.strip():
+            raise ValueError(f"{name}= is empty; leave it out or give a value")
+    if cfg.images < 0 or cfg.images == 1:
+        raise ValueError(
+            f"images={cfg.images} must be 0 (all) or at least 2: the worst position is chosen on one half of them and "
+            "scored on the other"
+        )
+    if cfg.batch_size < 1:
+        raise ValueError(f"batch_size={cfg.batch_size} must be 1 or more")
+    if cfg.threads is not None and cfg.threads < 1:
+        raise ValueError(f"threads={cfg.threads} must be null or 1 or more")
+    for key, value in (values["model_args"] or {}).items():
+        if key in ("depth", "embed_dim", "num_heads", "patch_size", "in_chans", "img_size", "num_classes"):
+            for number in value if isinstance(value, list) else [value]:
+                if isinstance(number, int) and number < 1:
+                    raise ValueError(f"model_args.{key}={value} must be 1 or more")
+
+
 def options(cfg: DictConfig) -> dict[str, dict[str, Any]]:
     """The probes to run, each with its options."""
-    names = probes.names() if cfg.probes is None else list(cfg.probes)
+    names = probes.names() if cfg.probes is None else [cfg.probes] if isinstance(cfg.probes, str) else list(cfg.probes)
+    found = {}
     for name in names:
-        probes.get(name)
-    return {name: OmegaConf.to_container(cfg[name], resolve=True) for name in names}  # type: ignore[misc]
+        probes.get(str(name))
+        given: Any = OmegaConf.to_container(cfg, resolve=True)[name]  # type: ignore[call-overload, index]
+        if not isinstance(given, dict):
+            raise TypeError(
+                f"{name}={given!r} is {type(given).__name__}, expected the probe's options: {name}.KEY=value"
+            )
+        found[name] = probes.resolve(name, given)
+    return found
 
 
 def device(cfg: DictConfig) -> str:
     """The device that cfg.device names; "auto" is the GPU where there is one. Sets the number of threads
     too."""
     if cfg.threads is not None:
-        if cfg.threads < 1:
-            raise ValueError(f"threads={cfg.threads} must be null or 1 or more")
         torch.set_num_threads(cfg.threads)
     name = ("cuda" if torch.cuda.is_available() else "cpu") if cfg.device == "auto" else str(cfg.device)
     try:
@@ -95,10 +136,10 @@ def device(cfg: DictConfig) -> str:
     return name
 
 
-def select(cfg: DictConfig, device: str) -> tuple[list[Callable[[], Source]], Path]:
-    """What to evaluate, one function a model (models are loaded one at a time), and where the report goes.
+def select(cfg: DictConfig, device: str) -> tuple[list[tuple[Callable[[], Source], Path]], Path]:
+    """What to evaluate, for each model (load, folder of its own results), and where the report goes.
 
-    Everything that can be refused without loading is refused here.
+    Models are loaded one at a time. Everything that can be refused without loading is refused here.
     """
     keys = {"checkpoint": "checkpoint", "runs": "runs", "model": "timm_model"}
     given = [name for name, key in keys.items() if cfg[key] is not None]
@@ -106,29 +147,98 @@ def select(cfg: DictConfig, device: str) -> tuple[list[Callable[[], Source]], Pa
         found = " and ".join(given) or "none"
         raise ValueError(f"give one of checkpoint=RUN, runs=FOLDER, model=TIMM_NAME; got {found}")
     images: dict[str, Any] = OmegaConf.to_container(cfg.data, resolve=True)  # type: ignore[assignment]
-    loads: list[Callable[[], Source]]
     if given == ["model"]:
         args: Any = {} if cfg.model_args is None else OmegaConf.to_container(cfg.model_args, resolve=True)
-        loads = [
-            functools.partial(
-                from_timm, cfg.timm_model, images, pretrained=cfg.pretrained, model_args=args, device=device
-            )
-        ]
-        default = (
-            Path("runs")
-            / f"{datetime.now():%Y-%m-%d}"
-            / f"{datetime.now():%H-%M-%S}-eval-{cfg.timm_model.rsplit('/')[-1]}"
+        load = functools.partial(
+            from_timm, cfg.timm_model, images, pretrained=cfg.pretrained, model_args=args, device=device
         )
+        now = datetime.now()
+        default = Path("runs") / f"{now:%Y-%m-%d}" / f"{now:%H-%M-%S}-eval-{_slug(cfg.timm_model.rsplit('/')[-1])}"
+        out = Path(cfg.out or default)
+        models: list[tuple[Callable[[], Source], Path]] = [(load, out)]
     else:
         if cfg.pretrained or cfg.model_args is not None:
             raise ValueError(f"pretrained and model_args go with model=TIMM_NAME, not with {given[0]}=")
         paths = find_runs(cfg.runs) if given == ["runs"] else [Path(cfg.checkpoint)]
-        for path in paths:
-            vitpos.read_card(weights_of(path)[0])
+        labels = _labels(paths)
+        folders = [weights_of(path)[1] for path in paths]
+        default = roots_of(cfg.runs)[0] / "eval" if given == ["runs"] else folders[0]
+        out = Path(cfg.out or default)
+        if len(paths) == 1:
+            folders = [out]
+        elif cfg.out is not None:
+            folders = [out / name for name in _apart(labels)]
+        elif out in folders:
+            raise ValueError(f"runs={cfg.runs}: {out} would hold one run's results and all of them; give out=FOLDER")
         loads = [functools.partial(from_checkpoint, path, images, device) for path in paths]
-        first = Path(cfg.runs.split(",")[0].strip()) / "eval" if given == ["runs"] else weights_of(paths[0])[1]
-        default = first
-    return loads, Path(cfg.out) if cfg.out is not None else default
+        models = list(zip(loads, folders))
+    for folder in dict.fromkeys((out, *(folder for _, folder in models))):
+        claim(folder, f"out={out}" if folder == out else f"results in {folder}")
+    return models, out
+
+
+def _labels(paths: list[Path]) -> list[str]:
+    """What the runs are called; a file that cannot be read is named, and with others what to do about it."""
+    labels = []
+    for path in paths:
+        weights = weights_of(path)[0]
+        try:
+            card = vitpos.read_card(weights)
+        except ValueError as error:
+            where = "" if str(weights) in str(error) else f"{weights}: "
+            advice = f" (1 of {len(paths)} runs; move it away or name the others)" if len(paths) > 1 else ""
+            raise ValueError(f"{where}{error}{advice}") from None
+        labels.append(label_of(card, weights))
+    return labels
+
+
+def label_of(card: Mapping[str, Any], weights: Path) -> str:
+    return str((card["extra"] or {}).get("run") or weights.parent.name)
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^\w.+=(),-]", "-", text).lstrip(".") or "run"
+
+
+def _apart(labels: list[str]) -> list[str]:
+    """Names of folders, one a label, none alike and none that a report uses itself."""
+    taken = {"figures", "results.json", "table.md", "report.html"}
+    names = []
+    for label in map(_slug, labels):
+        name = next(n for i in itertools.count(1) if (n := label if i == 1 else f"{label}-{i}") not in taken)
+        taken.add(name)
+        names.append(name)
+    return names
+
+
+def claim(folder: Path, asked: str) -> None:
+    """Refuse a folder for results (ValueError) that cannot be written, or holds more than an earlier evaluation."""
+    at = next(path for path in (folder, *folder.parents) if path.exists())
+    if not at.is_dir():
+        raise ValueError(f"{asked}: {at} is a file, expected a folder")
+    try:
+        with tempfile.TemporaryDirectory(dir=at, prefix=".saving-"):
+            pass
+    except OSError as error:
+        raise ValueError(f"{asked}: cannot write into {at} ({error.strerror}); give another out=FOLDER") from None
+    if at != folder or _is_evaluation(folder):
+        return
+    # An evaluation that was broken off has no results.json of its own yet.
+    parts = [path for path in folder.iterdir() if path.name != "predictions.npz" and not path.name.startswith(".")]
+    foreign = sorted(path.name for path in parts if not _is_evaluation(path))
+    if foreign:
+        raise ValueError(
+            f"{asked}: {folder} holds other things (e.g. {foreign[0]}) and no earlier evaluation; give a new or empty "
+            "folder by out=FOLDER"
+        )
+
+
+def _is_evaluation(folder: Path) -> bool:
+    try:
+        results = json.loads((folder / "results.json").read_text())
+    except (OSError, ValueError):
+        return False
+    return isinstance(results, dict) and str(results.get("schema")).startswith("vitpos.results/")
 
 
 def provenance(command: str, cfg: DictConfig, device: str) -> dict[str, Any]:
@@ -177,29 +287,39 @@ def pack(decisions: Mapping[str, np.ndarray]) -> bytes:
     return buffer.getvalue()
 
 
-def add_differences(runs: list[dict[str, Any]], decisions: list[Mapping[str, np.ndarray]]) -> None:
-    """Give each run its paired difference to `none`: the one of its own seed and placement if there is
-    one."""
-    nones = [i for i, run in enumerate(runs) if run["encoding"] == "none"]
-    for run, own in zip(runs, decisions):
-        if not nones or run["encoding"] == "none":
-            continue
-        alike = max(nones, key=lambda i: (runs[i]["seed"] == run["seed"], runs[i]["placement"] == run["placement"]))
-        rows = probes.differences(own, decisions[alike])
-        if rows:
-            run["difference_to_none"] = {"baseline": runs[alike]["label"], "rows": rows}
+def add_differences(
+    runs: list[dict[str, Any]], decisions: list[Mapping[str, np.ndarray]], baselines: Sequence[int | None]
+) -> None:
+    """Give each run its paired difference to its baseline, a run by index (`report.baselines`)."""
+    for run, own, base in zip(runs, decisions, baselines):
+        if base is not None and (rows := probes.differences(own, decisions[base])):
+            other = runs[base]
+            about = {key: other[key] for key in ("placement", "seed", "checkpoint")}
+            run["difference_to_none"] = {"baseline": other["label"], **about, "rows": rows}
+
+
+def roots_of(folders: str) -> list[Path]:
+    """The folders that runs= names, parted by commas; a comma belongs to a name where such a folder exists."""
+    parts, found = folders.split(","), []
+    while parts:
+        names = [",".join(parts[:count]).strip() for count in range(len(parts), 0, -1)]
+        if not names[-1]:
+            raise ValueError(f"runs={folders}: a name between the commas is empty")
+        name = next((name for name in names if Path(name).is_dir()), names[-1])
+        found.append(Path(name))
+        parts = parts[len(names) - names.index(name) :]
+    return found
 
 
 def find_runs(folders: str) -> list[Path]:
-    """Every run folder at or below these folders (parted by commas), sorted."""
+    """Every run folder (one that holds last.safetensors) at or below these folders, sorted."""
     found: list[Path] = []
-    for name in folders.split(","):
-        root = Path(name.strip())
+    for root in roots_of(folders):
         if not root.is_dir():
-            raise FileNotFoundError(f"runs={name.strip()}: no such folder")
+            raise FileNotFoundError(f"runs={root}: no such folder")
         below = sorted(path.parent for path in root.rglob(WEIGHTS))
         if not below:
-            raise FileNotFoundError(f"runs={name.strip()}: no run folder below it (none holds {WEIGHTS})")
+            raise FileNotFoundError(f"runs={root}: no run folder below it (none holds {WEIGHTS})")
         found += below
     return list(dict.fromkeys(found))
 
@@ -233,7 +353,7 @@ def _check_classes(images: data.Dataset, classes: list[str] | None, count: int |
 
 def from_checkpoint(path: Path, overrides: Mapping[str, Any], device: str) -> Source:
     """A model saved by vitpos, on the data that it was trained on, unless overrides say otherwise."""
-    weights, folder = weights_of(path)
+    weights, _ = weights_of(path)
     card = vitpos.read_card(weights)
     extra, preprocessing = card["extra"] or {}, card["preprocessing"] or {}
     trained_on = extra.get("data") or {}
@@ -245,7 +365,7 @@ def from_checkpoint(path: Path, overrides: Mapping[str, Any], device: str) -> So
     _check_classes(images, classes, len(classes) if classes else None, str(weights))
     model = vitpos.load(weights, device=device)
     about = {
-        "label": extra.get("run") or weights.parent.name,
+        "label": label_of(card, weights),
         "encoding": card["pos"],
         "placement": trained_on.get("placement"),
         "seed": extra.get("seed"),
@@ -256,7 +376,7 @@ def from_checkpoint(path: Path, overrides: Mapping[str, Any], device: str) -> So
         "data": config,
     }
     mean, std = (list(preprocessing.get(key) or getattr(images.info, key)) for key in ("mean", "std"))
-    return Source(model, images, mean, std, about | _counted(model), folder)
+    return Source(model, images, mean, std, about | _counted(model))
 
 
 def from_timm(
@@ -290,7 +410,7 @@ def from_timm(
         "trained": pretrained,
         "data": config,
     }
-    return Source(model, images, mean, std, about | _counted(model), None)
+    return Source(model, images, mean, std, about | _counted(model))
 
 
 def _counted(model: nn.Module) -> dict[str, int]:

@@ -1,7 +1,9 @@
-"""Numbers to a console table, figures, JSON and one HTML page. Knows results (docs/results.md), no model and no torch.
+"""Numbers to a console table, Markdown, figures, JSON and one HTML page.
+
+Knows results (docs/results.md), no model and no torch.
 
 A result set is the dict that `results.json` holds: {"schema", "provenance", "runs": [run, ...]}. Runs measured in the
-same way (same data, same kind of shift and of size) stand in one table; others get a table of their own.
+same way (`setup`; same kind of shift and of size) stand in one table; others get a table of their own.
 """
 
 from __future__ import annotations
@@ -33,8 +35,11 @@ SCHEMA = "vitpos.results/1"
 # Okabe-Ito without black and yellow, and two more that stay apart under the common colour-vision deficiencies.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A5FC0", "#8C6D31")
 MARKERS = "osD^vPX*"
+# Keys of a data configuration that shape training alone: the test images are the same whatever they are.
+TRAINING_ONLY = {"placement", "val_fraction", "crop_padding", "flip", "min_crop_area", "workers", "download"}
 GREY = "#84848c"  # `none`, the baseline, everywhere
 INK, GRID = "#1c1c21", "#d7d7dd"  # in the page: the text colour and the grid colour of the theme
+FIGURE = re.compile(r"(\d+-)?(position|shift|resolution-(canvas|upsample))\.png")  # names that `drawings` gives
 Run = dict[str, Any]
 Interval = dict[str, Any]
 
@@ -78,6 +83,56 @@ def ordered(runs: Iterable[Run]) -> list[Run]:
     return sorted(runs, key=lambda r: (base_name(r) == "none", base_name(r), r["placement"] != "home", r["seed"] or 0))
 
 
+def setup(run: Run) -> dict[str, Any]:
+    """What was measured on what. Only runs with equal setups stand in one table or are compared as pairs."""
+    translation = run["probes"].get("translation", {})
+    resolution = run["probes"].get("resolution", {})
+    return {
+        **{key: value for key, value in run["data"].items() if key not in TRAINING_ONLY},
+        "image_size": run["image_size"],
+        "images": run["images"],
+        "patch_size": translation.get("patch_size", resolution.get("patch_size")),
+        "shifts": {
+            f"{variant}, {name}": entry["shifts"]
+            for variant, found in translation.get("variants", {}).items()
+            for name, entry in found.items()
+            if name != "not_applicable"
+        },
+    }
+
+
+def baselines(runs: list[Run]) -> list[int | None]:
+    """For each run the index of the `none` that it is compared with; None where there is none, and for `none`.
+
+    It was measured in the same way (`setup`) and trained alike: architecture, epochs and seed are the run's; so is
+    the placement where there is such a one, else it is home. The first of several.
+    """
+    setups = [setup(run) for run in runs]
+
+    def alike(i: int, j: int) -> bool:
+        same = all(runs[i][key] == runs[j][key] for key in ("architecture", "epochs", "seed"))
+        return base_name(runs[j]) == "none" and same and setups[i] == setups[j]
+
+    found: list[int | None] = []
+    for i, run in enumerate(runs):
+        able = [j for j in range(len(runs)) if alike(i, j)] if base_name(run) != "none" else []
+        ranked = [j for place in (run["placement"], "home") for j in able if runs[j]["placement"] == place]
+        found.append(ranked[0] if ranked else None)
+    return found
+
+
+def compared_with(run: Run) -> str:
+    """Which `none` the differences of a run are to; '' if it has none."""
+    other = run.get("difference_to_none")
+    return _which(other | {"label": other["baseline"]}) if other else ""
+
+
+def _which(run: Run) -> str:
+    extra = [f"trained {run['placement']}"] if run.get("placement") else []
+    extra += [f"seed {run['seed']}"] if run.get("seed") is not None else []
+    return f"{run['label']}" + (f" ({', '.join(extra)})" if extra else "")
+
+
 def shift_variant(run: Run) -> str | None:
     """The variant of the translation probe that the table shows: canvas where there is one, else crop."""
     variants = run["probes"].get("translation", {}).get("variants", {})
@@ -116,6 +171,7 @@ class Group:
     variant: str | None
     kind: str | None
     columns: list[Column] = field(default_factory=list)
+    apart: str = ""  # what tells it from other groups of the same data, e.g. "object_size 8"
 
     @property
     def data(self) -> str:
@@ -139,13 +195,8 @@ def row_at_scale(run: Run, kind: str | None, scale: float) -> dict[str, Any] | N
 
 def groups(results: dict[str, Any]) -> list[Group]:
     def key(run: Run) -> tuple[Any, ...]:
-        return (
-            run["data"]["name"],
-            str(shift_variant(run)),
-            str(size_kind(run)),
-            tuple(run["image_size"]),
-            run["images"],
-        )
+        kinds = run["data"]["name"], str(shift_variant(run)), str(size_kind(run))
+        return *kinds, json.dumps(setup(run), sort_keys=True)
 
     found = []
     for _, members in itertools.groupby(sorted(results["runs"], key=key), key=key):
@@ -153,7 +204,17 @@ def groups(results: dict[str, Any]) -> list[Group]:
         group = Group(runs, shift_variant(runs[0]), size_kind(runs[0]))
         group.columns = _columns(group)
         found.append(group)
+    for group in found:
+        group.apart = ", ".join(_apart(group, [other for other in found if other.data == group.data]))
     return found
+
+
+def _apart(group: Group, others: list[Group]) -> list[str]:
+    """What of a group's setup is not the same in all of `others`, for its title."""
+    setups = [setup(other.runs[0]) for other in others]
+    mine = setup(group.runs[0])
+    varied = [key for key in mine if key not in ("images", "shifts") and any(mine[key] != s.get(key) for s in setups)]
+    return [f"{key} {'x'.join(map(str, v)) if isinstance(v := mine[key], list) else v}" for key in varied]
 
 
 def _columns(group: Group) -> list[Column]:
@@ -161,7 +222,9 @@ def _columns(group: Group) -> list[Column]:
     canvas = group.variant == "canvas"
     home = "home" if canvas else "accuracy"
     where = (
-        "as training had it, the object within the first patch of the corner" if canvas else "on the images as they are"
+        "with the object within the first patch of the corner, where training at home has it"
+        if canvas
+        else "on the images as they are"
     )
     columns = [Column(home, lambda run: run["accuracy"], f"accuracy {where}; read everything else beside it")]
     if patch:
@@ -172,7 +235,7 @@ def _columns(group: Group) -> list[Column]:
                 lambda run: shifts_of(run)["patch"]["mean_shifted"],
                 f"mean accuracy over the {others} whole-patch "
                 + ("positions other than the corner (0, 0)" if canvas else f"shifts ({group.variant})")
-                + ("; a control trained at uniform placement has seen them" if canvas else ""),
+                + ("; training at home has not seen them" if canvas else ""),
             ),
             Column(
                 "worst position" if canvas else "worst shift",
@@ -188,12 +251,14 @@ def _columns(group: Group) -> list[Column]:
     larger = "canvas" if group.kind == "canvas" else "upsampled"
     meaning = "canvas grown, object on the tokens it was on" if group.kind == "canvas" else "image resized"
     for scale, label in ((1.5, "1.5x"), (2.0, "2x")):
-        if any(row_at_scale(run, group.kind, scale) for run in group.runs):
+        rows = [row for run in group.runs if (row := row_at_scale(run, group.kind, scale))]
+        if rows:
+            sizes = " or ".join(dict.fromkeys(f"{row['size'][0]}x{row['size'][1]} px" for row in rows))
             columns.append(
                 Column(
                     f"{label} {larger}",
                     functools.partial(_accuracy_at, group.kind, scale),
-                    f"accuracy with both sides {label}: {meaning}",
+                    f"accuracy with both sides {label} ({sizes}): {meaning}",
                     functools.partial(_difference_at, group.kind, scale),
                 )
             )
@@ -214,12 +279,12 @@ def legend(group: Group) -> list[str]:
     """What the columns and intervals are over, and what not to conclude."""
     lines = [f"{column.title}: {column.note}." for column in group.columns]
     lines += [
-        f"All in percent, on {group.images} held-out test images. Each interval is 95% over images, for this one model "
+        f"All in percent, on {group.images} test images. Each interval is 95% over images, for this one model "
         "(positions of one image are not independent: clustered by image).",
-        "One row is one trained model. An interval over images says nothing about the encoding in general: "
+        "One row is one model. An interval over images says nothing about the encoding in general: "
         "another seed can move a row by more than its interval.",
     ]
-    if any(row_at_scale(run, group.kind, 2.0) for run in group.runs) and baseline(group):
+    if any(row_at_scale(run, group.kind, 2.0) and compared_with(run) for run in group.runs):
         lines.append("Larger sizes change more than positions: read them as the difference to none on the same images.")
     return lines
 
@@ -292,7 +357,8 @@ def print_table(results: dict[str, Any], console: Console | None = None) -> None
 def _title(group: Group) -> str:
     shift = {"canvas": "object moved on its canvas", "crop": "image shifted over black", "circular": "image rolled"}
     size = {"canvas": "canvas enlarged", "upsample": "image resized"}
-    parts = [f"{group.data}: {group.images} test images", shift.get(str(group.variant)), size.get(str(group.kind))]
+    data = f"{group.data} ({group.apart})" if group.apart else group.data
+    parts = [f"{data}: {group.images} test images", shift.get(str(group.variant)), size.get(str(group.kind))]
     return ", ".join(part for part in parts if part)
 
 
@@ -318,6 +384,32 @@ def remarks(group: Group) -> list[str]:
                     count = len(entry["refused"])
                     found[f"not measured ({base_name(run)}): {name} at {count} sizes: {refused['why']}"] = None
     return list(found)
+
+
+# Markdown
+
+
+def to_markdown(results: dict[str, Any]) -> str:
+    """The main table as Markdown; where there are several groups, each below its title."""
+    found = groups(results)
+    blocks = [_markdown(group) for group in found]
+    if len(found) > 1:
+        blocks = [f"{_title(group)}\n\n{block}" for group, block in zip(found, blocks)]
+    return "\n".join(blocks)
+
+
+def _markdown(group: Group) -> str:
+    seeds = len({run["seed"] for run in group.runs}) > 1
+    heads = ["encoding", *["trained at"] * group.placed, *["seed"] * seeds, *(column.title for column in group.columns)]
+    rows = [heads, ["---"] * len(heads)]
+    for run in group.runs:
+        cells = [f"`{base_name(run)}`"]
+        cells += [str(run["placement"] or "–")] * group.placed
+        cells += ["–" if run["seed"] is None else str(run["seed"])] * seeds
+        for entry in (column.pick(run) for column in group.columns):
+            cells.append(f"{percent(entry['value'])} ({span(entry)})" if entry else "–")
+        rows.append([cell.replace("|", "\\|") for cell in cells])
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
 # Figures
@@ -402,8 +494,10 @@ def drawings(results: dict[str, Any], group: Group, prefix: str = "") -> list[Dr
         if any(r["placement"] == "uniform" for r in group.runs)
         else ""
     )
-    key += "Grey: none. " if baseline(group) else ""
+    grey = baseline(group)
+    key += f"Grey: none, {_which(grey)}. " if grey else ""
     key += "Bars: 95% over images, for that model."
+    homes = any(run["placement"] == "home" for run in group.runs)
     found = []
     if group.variant:
         moved = "Where the object was drawn" if group.variant == "canvas" else f"Shift of the image ({group.variant})"
@@ -413,7 +507,7 @@ def drawings(results: dict[str, Any], group: Group, prefix: str = "") -> list[Dr
                 "Accuracy by position",
                 f"{moved}, in pixels: whole patches only. One square is one position, its number the accuracy in "
                 + "percent; the outlined one is the reference"
-                + (", beside which training had its objects unless they were placed uniformly" if group.placed else "")
+                + (", beside which training at home has its objects" if homes else "")
                 + ". A model that generalises over position has one colour throughout; bright is accurate.",
                 lambda columns: _heat_maps(group, columns),
                 5,
@@ -561,7 +655,7 @@ def to_html(results: dict[str, Any]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"percent": percent, "span": span, "points": points}
+    environment.filters |= {"percent": percent, "span": span, "points": points, "compared_with": compared_with}
     look = styles(results)
     found = groups(results)
     definitions: dict[str, dict[str, str]] = {}
@@ -582,7 +676,6 @@ def _page_group(results: dict[str, Any], group: Group, prefix: str) -> dict[str,
         {"title": d.title, "caption": d.caption, "wide": d.svg(d.columns), "narrow": d.svg(2 if d.columns == 5 else 1)}
         for d in drawings(results, group, prefix)
     ]
-    reference = baseline(group)
     sizes = []
     for kind in ("canvas", "upsample"):
         measured = {tuple(row["size"]): None for run in group.runs for row in sizes_of(run, kind)}
@@ -608,7 +701,7 @@ def _page_group(results: dict[str, Any], group: Group, prefix: str) -> dict[str,
         "figures": figures,
         "sizes": sizes,
         "shifts": [row for run in group.runs for row in _shift_rows(run)],
-        "baseline": reference,
+        "compared": any(compared_with(run) for run in group.runs),
     }
 
 
@@ -634,14 +727,30 @@ def _size_rows(run: Run, kind: str) -> list[dict[str, Any]]:
     return list(rows.values())
 
 
-def save(results: dict[str, Any], folder: str | os.PathLike[str], page: bool = True) -> list[Path]:
-    """Write results.json, figures/*.png and, if `page`, report.html into `folder`; returns the paths."""
-    folder = Path(folder)
-    written = [write(folder / "results.json", to_json(results))]
-    found = groups(results)
+def save(
+    results: dict[str, Any],
+    folder: str | os.PathLike[str],
+    page: bool = True,
+    predictions: bytes | None = None,
+) -> list[Path]:
+    """Write results.json, table.md, figures/*.png, `predictions` as predictions.npz where given and, if `page`,
+    report.html into `folder`; returns the paths.
+
+    Everything is made before anything is written. What an earlier evaluation left in `folder` and this one does not
+    have (a page, figures, another evaluation's predictions) is removed: what lies there is of one evaluation.
+    """
+    folder, found = Path(folder), groups(results)
+    contents: dict[str, str | bytes] = {} if predictions is None else {"predictions.npz": predictions}
+    contents |= {"results.json": to_json(results), "table.md": to_markdown(results)}
     for i, group in enumerate(found):
         for drawing in drawings(results, group, f"{i}-" if len(found) > 1 else ""):
-            written.append(write(folder / "figures" / f"{drawing.name}.png", drawing.png()))
+            contents[f"figures/{drawing.name}.png"] = drawing.png()
     if page:
-        written.append(write(folder / "report.html", to_html(results)))
-    return written
+        contents["report.html"] = to_html(results)
+    old = [path for path in folder.glob("figures/*.png") if FIGURE.fullmatch(path.name)] + [folder / "report.html"]
+    if len(results["runs"]) > 1:
+        old.append(folder / "predictions.npz")  # one run's decisions are not those of several
+    for path in old:
+        if path.relative_to(folder).as_posix() not in contents:
+            path.unlink(missing_ok=True)
+    return [write(folder / name, content) for name, content in contents.items()]
