@@ -1,6 +1,6 @@
 """timm's own training utilities on a vitpos model: loader, mixup, layer-wise decay, schedule, EMA, saving.
 
-    python examples/timm_training.py
+python examples/timm_training.py
 """
 
 import argparse
