@@ -61,7 +61,7 @@ def build(encoding: str) -> nn.Module:
         max_size=96,
         image_mean=[0.0] * 3,
         image_std=[1.0] * 3,
-        score_thresh=0.3,
+        score_thresh=0.4,
         detections_per_img=10,
     )
 
@@ -90,15 +90,15 @@ def found(model: nn.Module, count: int = 16) -> tuple[float, float]:
     return hits / objects, hits / max(boxes, 1)
 
 
-def run(encoding: str = "rope_axial", steps: int = 200) -> dict[str, float]:
+def run(encoding: str = "rope_axial", steps: int = 120) -> dict[str, float]:
     """Train, and return the first and last loss, recall and precision."""
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(0)
     model = build(encoding).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     losses = []
     for _ in range(steps):
-        loss = sum(model(*sample(4, generator)).values())
+        loss = sum(model(*sample(3, generator)).values())
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -112,5 +112,5 @@ def run(encoding: str = "rope_axial", steps: int = 200) -> dict[str, float]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--encoding", default="rope_axial")
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=120)
     print("  ".join(f"{key} {value:.3f}" for key, value in run(**vars(parser.parse_args())).items()))
