@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import timm
+import torch
 from timm.models import build_model_with_cfg, get_pretrained_cfg, register_model
 from torch import Tensor, nn
 
@@ -51,13 +52,13 @@ def rebuild(
             )
     if grid is None:
         return create_model(architecture, pos=pos, **kwargs)
-    model: Any = timm.create_model(architecture, **kwargs)
-    nominal = tuple(model.patch_embed.img_size)
-    if tuple(model.patch_embed.grid_size) == tuple(grid):
+    with torch.device("meta"):
+        nominal: Any = timm.create_model(architecture, **kwargs).patch_embed
+    if tuple(nominal.grid_size) == tuple(grid):
         return create_model(architecture, pos=pos, **kwargs)
-    model.set_input_size(img_size=tuple(g * p for g, p in zip(grid, model.patch_embed.patch_size)))
-    attach(model, pos)
-    model.set_input_size(img_size=nominal)
+    size = tuple(cells * step for cells, step in zip(grid, nominal.feat_ratio(as_scalar=False)))
+    model: Any = create_model(architecture, pos=pos, **{**kwargs, "img_size": size})
+    model.set_input_size(img_size=nominal.img_size)
     return model
 
 
