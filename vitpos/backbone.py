@@ -28,6 +28,7 @@ from vitpos import positions
 from vitpos.attention import PositionedAttention
 from vitpos.composition import Position
 from vitpos.encoding import Geometry
+from vitpos.hub import Described, describe_for_timm
 from vitpos.positions import Positions
 from vitpos.spec import Spec, Term, lookup, nearest, parse
 
@@ -63,7 +64,7 @@ def _not_a_multiple(size: Sequence[int], patch: Sequence[int]) -> str:
     )
 
 
-class PositionMixin:
+class PositionMixin(Described):
     """The forward passes of a timm transformer with ``position`` as an argument of each block."""
 
     position: Position
@@ -291,6 +292,7 @@ def attach(model: nn.Module, pos: str | Spec) -> nn.Module:
 
 def _attach(model: Any, spec: Spec, trained: bool) -> None:
     _check_served(model)
+    kept = getattr(model, "position", None) if "native" in spec.names else None  # with its weights
     spec = _resolve_native(model, spec)
     weight = model.patch_embed.proj.weight
     attention = next(m for m in model.modules() if isinstance(m, TimmAttention))
@@ -299,18 +301,21 @@ def _attach(model: Any, spec: Spec, trained: bool) -> None:
         heads=attention.num_heads,
         head_dim=attention.head_dim,
         depth=len(model.blocks),
-        grid=_training_grid(model),
+        grid=_training_grid(model) if kept is None else kept.geometry.grid,
         prefix=model.num_prefix_tokens,
     )
     with weight.device:
         position = Position(spec, geometry).to(weight.dtype)  # may refuse: the model is still as it was
 
-    _move_table(model, position, trained)
+    if kept is not None:
+        position.adopt(kept, set(kept.spec.names) & set(position.spec.names))
+    _move_table(model, position, trained or kept is not None)
     model.position = position
     model.position.train(model.training)
     for module in model.modules():
         module.__class__ = _PARTS.get(type(module), type(module))
     model.__class__ = _MODELS.get(type(model), type(model))
+    describe_for_timm(model)
 
 
 def _training_grid(model: Any) -> positions.Extent:

@@ -20,7 +20,9 @@ from safetensors.torch import save as serialize
 from timm.models import get_model_args
 from torch import nn
 
-from vitpos.backbone import attach, create_model, position_of
+from vitpos.backbone import position_of
+from vitpos.hub import backbone_args, timm_name
+from vitpos.names import rebuild
 from vitpos.spec import lookup
 
 FORMAT = "vitpos/1"
@@ -41,13 +43,13 @@ def save(
     """
     path = Path(path)
     position = position_of(model)
-    architecture = getattr(model, "pretrained_cfg", {}).get("architecture")
+    architecture = timm_name(model)
     if not architecture:
         raise ValueError("the model was not made by name (vitpos.create_model), so it cannot be rebuilt from a file")
     card = {
         "format": FORMAT,
         "architecture": architecture,
-        "model_args": get_model_args(model),
+        "model_args": backbone_args(get_model_args(model)),
         "pos": str(position.spec),
         "pos_resolved": position.spec.resolved,
         "versions": {name: lookup(name).version for name in position.spec.names},
@@ -94,19 +96,16 @@ def load(path: str | os.PathLike[str], device: str | torch.device = "cpu") -> nn
     encoding whose numbers have changed since.
     """
     card = read_card(path)
-    for name, version in card["versions"].items():
-        if lookup(name).version != version:
-            raise ValueError(
-                f"{path} was saved with version {version} of {name}; this vitpos has version {lookup(name).version}, "
-                "which gives other numbers"
-            )
-    args = dict(card["model_args"])
-    nominal = args.pop("img_size", None)
-    model: Any = create_model(card["architecture"], pos="none", **args)
-    model.set_input_size(img_size=[g * p for g, p in zip(card["grid"], model.patch_embed.patch_size)])
-    attach(model, card["pos_resolved"])
-    if nominal is not None:
-        model.set_input_size(img_size=tuple(nominal) if isinstance(nominal, (list, tuple)) else nominal)
+    try:
+        model: Any = rebuild(
+            card["architecture"],
+            card["pos_resolved"],
+            grid=card["grid"],
+            versions=card["versions"],
+            **card["model_args"],
+        )
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"cannot rebuild the model of {path}: {error}") from None
     try:
         model.load_state_dict(load_file(path))
     except (RuntimeError, SafetensorError) as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import cast
@@ -71,6 +71,12 @@ class Position(nn.Module):
         """All encodings: the shared ones, then layer by layer."""
         for group in (self.shared, *self.layers):
             yield from _encodings(group)
+
+    def adopt(self, other: Position, names: Iterable[str]) -> None:
+        """Take the encodings of these names, weights and all, from ``other``, which has them too."""
+        for group, before in zip((self.shared, *self.layers), (other.shared, *other.layers)):
+            for name in set(names) & set(group):  # type: ignore[arg-type]
+                group[name] = before[name]  # type: ignore[index]
 
     def tokens(self, pos: Positions, owned: Mapping[str, Tensor]) -> Tensor | None:
         """What is added to the patch tokens [1 | B, N, D]; ``owned`` holds tables that the model keeps."""

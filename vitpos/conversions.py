@@ -21,6 +21,7 @@ from vitpos.attention import PositionedAttention
 from vitpos.backbone import position_of
 from vitpos.composition import Position
 from vitpos.encoding import Contextual, Encoding, OffsetBias, OffsetTable
+from vitpos.hub import describe_for_timm
 from vitpos.spec import Spec, Term
 
 Sources = Sequence[Any]  # the encodings of one block that become one
@@ -75,13 +76,12 @@ def convert(model: nn.Module, target: str) -> nn.Module:
                 own = getattr(changed.layers[layer][target], name)  # type: ignore[index]
                 if own is not None:  # weights of prefix tokens, which the model may not have
                     own.copy_(value)
-    for group, before in zip((changed.shared, *changed.layers), (position.shared, *position.layers)):
-        for name in set(group) & set(before) - {target}:  # type: ignore[arg-type]
-            group[name] = before[name]  # type: ignore[index]
+    changed.adopt(position, set(names) - {*old, target})
     for block, basis in zip(model.blocks, bases):  # type: ignore[arg-type]
         if basis is not None:
             _fold(block, basis)
     model.position = changed
+    describe_for_timm(model)
     return model
 
 
