@@ -60,7 +60,7 @@ def test_it_comes_back_with_its_encoding(pos, way, tmp_path):
     model = made(way, pos)
     config = saved(model, tmp_path)
     assert config["architecture"].startswith("vitpos_")
-    assert config["model_args"]["pos"] == vitpos.parse(pos).resolved
+    assert config["model_args"]["pos"] == model.position.resolved
     again = loaded(tmp_path)
     assert type(again) is type(model)
     assert same(again, model)

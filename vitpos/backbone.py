@@ -405,6 +405,7 @@ def set_resize(model: nn.Module, policy: str) -> nn.Module:
     resampled; ``normalized``: they are fractions of the image by definition. Some encodings have more of their
     own (``ntk``, ``linspace``, ``fractional``), described with them.
 
+    It holds until it is switched again and is not saved: what is stored is the spec that was trained.
     Raises ValueError where an encoding does not offer the policy; nothing is then changed.
     """
     encodings = [e for e in position_of(model).encodings() if e.resize is not None]

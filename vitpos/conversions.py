@@ -72,8 +72,11 @@ def convert(model: nn.Module, target: str) -> nn.Module:
         changed = Position(Spec(tuple(terms)), replace(position.geometry, depth=depth))
         changed.to(model.patch_embed.proj.weight).train(model.training)  # type: ignore[arg-type, union-attr]
         for layer, source in enumerate(sources):
+            fresh: Any = changed.layers[layer][target]  # type: ignore[index]
+            if fresh.default_resize == source[0].default_resize:
+                fresh.resize = source[0].resize  # which may have been switched
             for name, value in conversion.weights(source).items():
-                own = getattr(changed.layers[layer][target], name)  # type: ignore[index]
+                own = getattr(fresh, name)
                 if own is not None:  # weights of prefix tokens, which the model may not have
                     own.copy_(value)
     changed.adopt(position, set(names) - {*old, target})
@@ -117,7 +120,7 @@ def _training_grid(encoding: Encoding) -> positions.Positions:
 def _mixed_options(sources: Sources) -> dict[str, Any]:
     (rotary,) = sources
     wrap = getattr(rotary, "wrap", False)
-    return {"resize": rotary.resize, "free_prefix": rotary.free_prefix, "wrap": wrap}
+    return {"resize": rotary.default_resize, "free_prefix": rotary.free_prefix, "wrap": wrap}
 
 
 def _mixed_weights(sources: Sources) -> dict[str, Tensor]:

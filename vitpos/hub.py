@@ -53,7 +53,7 @@ class Described:
         spec = self.position.spec
         args = {
             **vars(self).get("_model_args", {}),
-            "pos": spec.resolved,
+            "pos": self.position.resolved,
             "grid": list(self.position.geometry.grid),
             "versions": {name: lookup(name).version for name in spec.names},
         }
