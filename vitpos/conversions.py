@@ -68,8 +68,8 @@ def convert(model: nn.Module, target: str) -> nn.Module:
             _check_foldable(model, [block[name] for block in every for name in names if name not in old])
         new = Term.build(target, conversion.options(sources[0]))
         terms = [new if t.name == old[0] else t for t in position.spec.terms if t.name not in old[1:]]
-        changed = Position(Spec(tuple(terms)), replace(position.geometry, depth=depth))
-        changed.to(model.patch_embed.proj.weight).train(model.training)  # type: ignore[arg-type, union-attr]
+        changed = Position(Spec(tuple(terms)), replace(position.geometry, depth=depth), position.native)
+        changed.to(next(model.blocks.parameters())).train(model.training)  # type: ignore[union-attr]
         for layer, source in enumerate(sources):
             for name, value in conversion.weights(source).items():
                 getattr(changed.layers[layer][target], name).copy_(value)  # type: ignore[index]
