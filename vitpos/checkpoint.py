@@ -101,12 +101,12 @@ def load(path: str | os.PathLike[str], device: str | torch.device = "cpu") -> nn
                 "which gives other numbers"
             )
     args = dict(card["model_args"])
-    nominal = args.pop("img_size", None)
-    model: Any = create_model(card["architecture"], pos="none", **args)
-    model.set_input_size(img_size=[g * p for g, p in zip(card["grid"], model.patch_embed.patch_size)])
-    attach(model, card["pos_resolved"])
-    if nominal is not None:
-        model.set_input_size(img_size=tuple(nominal) if isinstance(nominal, (list, tuple)) else nominal)
+    with torch.device("meta"):
+        nominal: Any = create_model(card["architecture"], pos="native", **args)
+    size = [cells * step for cells, step in zip(card["grid"], nominal.patch_embed.feat_ratio(as_scalar=False))]
+    model: Any = create_model(card["architecture"], pos="native", **{**args, "img_size": size})
+    attach(model, card["pos_resolved"])  # its tables are those of the training grid, whatever the model's nominal size
+    model.set_input_size(img_size=nominal.patch_embed.img_size)
     try:
         model.load_state_dict(load_file(path))
     except (RuntimeError, SafetensorError) as error:

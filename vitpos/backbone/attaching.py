@@ -19,8 +19,8 @@ from vitpos.encoding import Geometry
 from vitpos.spec import Spec, Term, lookup, nearest, parse
 
 WHY_NOT = {  # classes of timm whose refusal has a better reason than being unknown
-    "DiffAttention": "the difference of two softmaxes has two sets of logits, and no encoding says what each should get",
-    "DiffParallelScalingBlock": "the difference of two softmaxes has two sets of logits, likewise",
+    "DiffAttention": "it subtracts two softmaxes, and no encoding says what the logits of each should get",
+    "DiffParallelScalingBlock": "it subtracts two softmaxes, and no encoding says what the logits of each should get",
     "VisionTransformerSAM": "its blocks attend within windows and add decomposed biases of their own",
     "SwinTransformer": "its blocks attend within shifted windows, whose grid is not that of the image",
     "SwinTransformerV2": "its blocks attend within shifted windows, whose grid is not that of the image",
