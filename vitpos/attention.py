@@ -113,7 +113,7 @@ class Signal:
     def empty(self) -> bool:
         """Whether there is nothing to tell."""
         nothing = self.angles is None and self.rotation is None and self.bias is None and self.mask is None
-        return nothing and not (self.biases or self.contextual or self.causal) and self.scale == 1.0
+        return nothing and len(self.biases) + len(self.contextual) == 0 and not self.causal and self.scale == 1.0
 
 
 def expand_angles(angles: AnyAngles, prefix: int) -> PairRotation | BlockRotation:

@@ -15,7 +15,6 @@ from vitpos.encoding import Encoding, Geometry
 from vitpos.positions import Positions
 from vitpos.spec import Spec, Term, lookup
 
-
 Held = Mapping[str, Any]  # parameters and modules that timm's own model holds of its encodings, by name
 
 

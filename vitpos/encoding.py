@@ -302,7 +302,7 @@ class OffsetBias(Encoding):
 
 
 def offset_bias(at: Callable[[Tensor, Extent], Tensor], pos: Positions, prefix: Tensor | None) -> Bias:
-    """The bias whose value for an offset is ``at(offset, extent)`` (as ``OffsetBias.at``): a table where one will do."""
+    """The bias with the value ``at(offset, extent)``, as ``OffsetBias.at``, for each offset."""
     if not pos.cells:
         return PairBias(at(_between(pos.coords), pos.extent).transpose(0, 1), prefix)
     height, width = pos.extent

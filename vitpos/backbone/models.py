@@ -110,7 +110,7 @@ class PositionMixin:
             signal = self.position.signal(layer, pos, shared, self.own_of(block))
             if attn_mask is not None or is_causal:
                 signal = replace(signal, mask=attn_mask, causal=is_causal)
-            told = {self.signal_argument: None if signal.empty else signal}
+            told: Any = {self.signal_argument: None if signal.empty else signal}
             if self.grad_checkpointing and torch.is_grad_enabled():
                 x = checkpoint(block, x, use_reentrant=False, **told)
             else:
@@ -232,20 +232,20 @@ class VisionTransformerDistilled(PositionMixin, deit.VisionTransformerDistilled)
         return self.num_prefix_tokens  # timm's table has them, whatever no_embed_class says
 
 
-class Eva(PositionMixin, eva.Eva):
+class Eva(PositionMixin, eva.Eva):  # type: ignore[misc]  # (it asks for forward_intermediates of one result type)
     """timm's ``Eva``, likewise (EVA, EVA-02, DINOv3, Perception Encoder, rotary ViTs): it may hold rotary tables."""
 
-    def own(self) -> dict[str, Any]:
+    def own(self: Any) -> dict[str, Any]:
         return {} if self.rope is None else {"rope": self.rope}
 
-    def drop_own(self) -> None:
+    def drop_own(self: Any) -> None:
         self.rope = None
         self.rope_mixed = False
 
     def enter(self, x: Tensor, pos: Positions, added: bool) -> tuple[Tensor, Positions]:
         return super().enter(x, pos, added=True)
 
-    def prune_intermediate_layers(self, *args: Any, **kwargs: Any) -> list[int]:
+    def prune_intermediate_layers(self: Any, *args: Any, **kwargs: Any) -> list[int]:
         """As timm's; encodings of pruned blocks go too, mixed frequencies of the model's own among them."""
         kept = super().prune_intermediate_layers(*args, **kwargs)
         if self.rope is not None and self.rope_mixed:
@@ -265,13 +265,13 @@ class Beit(PositionMixin, beit.Beit):
     def prefix_rows(self) -> int:
         return self.num_prefix_tokens
 
-    def own(self) -> dict[str, Any]:
+    def own(self: Any) -> dict[str, Any]:
         return {} if self.rel_pos_bias is None else {"shared_bias": self.rel_pos_bias}
 
-    def own_of(self, block: Any) -> dict[str, Any]:
+    def own_of(self: Any, block: Any) -> dict[str, Any]:
         return {} if block.attn.relative_position_bias_table is None else {"bias": block.attn}
 
-    def drop_own(self) -> None:
+    def drop_own(self: Any) -> None:
         self.rel_pos_bias = None
         for block in self.blocks:
             block.attn.relative_position_bias_table = None
@@ -289,13 +289,13 @@ class VisionTransformerRelPos(PositionMixin, vision_transformer_relpos.VisionTra
     prefix_names = ("cls_token",)
     prefix_rows = 0
 
-    def own(self) -> dict[str, Any]:
+    def own(self: Any) -> dict[str, Any]:
         return {} if self.shared_rel_pos is None else {"shared_bias": self.shared_rel_pos}
 
-    def own_of(self, block: Any) -> dict[str, Any]:
+    def own_of(self: Any, block: Any) -> dict[str, Any]:
         return {} if block.attn.rel_pos is None else {"bias": block.attn.rel_pos}
 
-    def drop_own(self) -> None:
+    def drop_own(self: Any) -> None:
         self.shared_rel_pos = None
         for block in self.blocks:
             block.attn.rel_pos = None
@@ -307,7 +307,7 @@ class VisionTransformerRelPos(PositionMixin, vision_transformer_relpos.VisionTra
         """timm's names and all positional parameters, those of the model's own biases among them."""
         return super().no_weight_decay() | {name for name, _ in self.named_parameters() if "rel_pos." in name}
 
-    def init_weights(self, *args: Any, **kwargs: Any) -> None:
+    def init_weights(self: Any, *args: Any, **kwargs: Any) -> None:
         """As timm's; a table that vitpos gave the model is drawn too."""
         super().init_weights(*args, **kwargs)
         if getattr(self, "pos_embed", None) is not None:

@@ -17,11 +17,13 @@ import torch
 from timm import layers
 from torch import Tensor
 
-from vitpos.encoding import Bias, Turns, offset_bias
+from vitpos.encoding import Bias, PairBias, Turns, offset_bias
 from vitpos.encodings.none import Native
 from vitpos.positions import Extent, Positions, sample_plane
 
-ROTARY = (layers.RotaryEmbeddingCat, layers.RotaryEmbeddingMixed, layers.RotaryEmbeddingDinoV3, layers.RotaryEmbeddingMRope)
+_Cat, _Mixed, _DinoV3 = layers.RotaryEmbeddingCat, layers.RotaryEmbeddingMixed, layers.RotaryEmbeddingDinoV3
+_MRope = layers.RotaryEmbeddingMRope
+ROTARY = (_Cat, _Mixed, _DinoV3, _MRope)
 
 
 class OwnRotary(Native):
@@ -30,8 +32,8 @@ class OwnRotary(Native):
     model_parameter = "rope"
 
     def angles(self, pos: Positions, rope: Any) -> Turns:  # type: ignore[override]
-        half = isinstance(rope, layers.RotaryEmbeddingMRope) or getattr(rope, "rotate_half", False)
-        by_layer = isinstance(rope, layers.RotaryEmbeddingMixed)
+        half = isinstance(rope, _MRope) or getattr(rope, "rotate_half", False)
+        by_layer = isinstance(rope, _Mixed)
         if pos.cells:
             sin, cos = _rotary_table(rope, pos.extent).chunk(2, dim=-1)  # [N, d] or [L, h, N, d], pairs twice
             pairs = slice(cos.shape[-1] // 2) if half else slice(None, None, 2)
@@ -57,7 +59,8 @@ def _rotary_table(rope: Any, extent: Extent) -> Tensor:
     if getattr(rope, "feat_shape", None) is not None:
         if tuple(rope.feat_shape) == tuple(extent):
             return rope.get_embed()
-        if isinstance(rope, layers.RotaryEmbeddingCat):  # its get_embed ignores the shape where it has a table
+        kind = type(rope)
+        if kind is _Cat:  # its get_embed ignores the shape where it has a table
             return rope._build_embed_cat(list(extent), rope.bands, augment=rope.training and rope.aug_active)
     return rope.get_embed(list(extent))
 
@@ -65,19 +68,20 @@ def _rotary_table(rope: Any, extent: Extent) -> Tensor:
 def _rotary_phase(rope: Any, pos: Positions) -> Tensor:
     """The same module's phases at any coordinates: [1 | B, N, d/2], or [L, h, 1 | B, N, d/2] for mixed frequencies."""
     at, sides = pos.coords, pos.extent
-    if isinstance(rope, layers.RotaryEmbeddingDinoV3):
+    kind = type(rope)
+    if kind is _DinoV3:
         named = {"separate": sides, "min": (min(sides),) * 2, "max": (max(sides),) * 2}
         at = 2 * (at + 0.5 + rope.grid_offset) / at.new_tensor(named[rope.normalize_coords]) - 1
         bands = 2 * math.pi / rope.periods.to(at.dtype)
-    elif isinstance(rope, layers.RotaryEmbeddingMRope):
+    elif kind is _MRope:
         return torch.cat([torch.zeros_like(at[..., :1]), at], dim=-1)[..., rope.axis] * rope.inv_freq.to(at.dtype)
-    elif isinstance(rope, layers.RotaryEmbeddingCat):
+    elif kind is _Cat:
         at = at + rope.grid_offset
         if rope.ref_feat_shape is not None:
             at = at / at.new_tensor(sides) * at.new_tensor(rope.ref_feat_shape)
         bands = rope.bands.to(at.dtype)
     at = at.flip(-1) if rope.grid_indexing == "xy" else at
-    if isinstance(rope, layers.RotaryEmbeddingMixed):
+    if kind is _Mixed:
         first, second = rope.freqs.to(at.dtype)[..., None, None, :]  # [L, h, 1, 1, d/2]
         return at[..., :1] * first + at[..., 1:] * second
     return (at.unsqueeze(-1) * bands).flatten(-2)
@@ -91,6 +95,9 @@ class OwnBias(Native):
 
     def bias(self, pos: Positions, module: Any) -> Bias:  # type: ignore[override]
         if isinstance(module, layers.RelPosMlp):
+            if pos.full and tuple(pos.extent) == tuple(module.window_size):
+                first = module.prefix_tokens
+                return PairBias(module.get_bias()[:, :, first:, first:])
             return offset_bias(partial(_network, module), pos, None)
         height, width = (2 * side - 1 for side in module.window_size)
         table = module.relative_position_bias_table  # [(2H-1)(2W-1), then 0 or 3 rows for prefix tokens; h]
@@ -145,8 +152,9 @@ def _entry(offset: Tensor, source: int, target: int) -> Tensor:
     for k in range(source - 1):
         away.append(away[-1] + q**k)
     places = offset.new_tensor(away)
-    right = torch.bucketize(offset.abs(), places).clamp(1, max(source - 1, 1))
-    right = right.clamp(max=source - 1)
-    left = (right - 1).clamp(min=0)
-    step = (places[right] - places[left]).clamp(min=1e-12)
-    return source - 1 + offset.sign() * (left + ((offset.abs() - places[left]) / step).clamp(0, 1) * (right - left))
+    if source == 1:
+        return torch.zeros_like(offset)
+    right = torch.bucketize(offset.abs(), places).clamp(1, source - 1)
+    left = right - 1
+    part = (offset.abs() - places[left]) / (places[right] - places[left])
+    return source - 1 + offset.sign() * (left + part.clamp(0, 1))

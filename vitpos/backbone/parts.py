@@ -43,7 +43,7 @@ class HybridEmbed(layers.HybridEmbed):
         """As ``PatchEmbed.forward``."""
         _check_images(x, self.in_chans)
         size = tuple(x.shape[-2:])
-        step = self.feature_ratio if self.dynamic_img_pad else self.feat_ratio(as_scalar=False)
+        step: Any = self.feature_ratio if self.dynamic_img_pad else self.feat_ratio(as_scalar=False)
         if any(side % s for side, s in zip(size, step)) and size != tuple(self.img_size):
             raise ValueError(not_a_multiple(size, step))
         return super().forward(x)
@@ -76,7 +76,7 @@ class AttentionRope(SelfAttention, layers.AttentionRope):
     """timm's ``AttentionRope`` that takes a ``Signal`` in place of rotary tables, or a caller's mask."""
 
     def forward(
-        self, x: Tensor, rope: None = None, attn_mask: Tensor | Signal | None = None, is_causal: bool = False
+        self, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | Signal | None = None, is_causal: bool = False
     ) -> Tensor:
         _check_no_tables(rope)
         return self.respond(x, _told(attn_mask, is_causal))
@@ -86,7 +86,7 @@ class EvaAttention(SelfAttention, eva.EvaAttention):
     """timm's ``EvaAttention``, likewise."""
 
     def forward(
-        self, x: Tensor, rope: None = None, attn_mask: Tensor | Signal | None = None, is_causal: bool = False
+        self, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | Signal | None = None, is_causal: bool = False
     ) -> Tensor:
         _check_no_tables(rope)
         return self.respond(x, _told(attn_mask, is_causal))

@@ -11,7 +11,9 @@ import torch
 
 from vitpos.backbone.attaching import attach
 from vitpos.backbone.parts import attentions_of
+from vitpos.backbone.resizing import position_of
 
+ANOTHER = "rope_axial + rpb + sincos2d"
 MODULES = ("vision_transformer", "deit", "vision_transformer_hybrid", "eva", "beit", "vision_transformer_relpos")
 
 
@@ -54,8 +56,8 @@ def try_model(name: str, try_also: Callable[[Any], None] | None = None) -> Row:
             prefix=model.num_prefix_tokens,
         )
         try:
-            native = str(attach(model, "native").position.spec)
-            attach(model, "rope_axial + rpb + sincos2d")
+            native = str(position_of(attach(model, "native")).spec)
+            attach(model, ANOTHER)
         except TypeError as error:
             return Row(**described, native="", refusal=str(error).split(": ", 1)[1])
         if try_also is not None:
@@ -73,11 +75,11 @@ def _lines(rows: list[Row], served: int) -> Iterator[str]:
     yield "# Models"
     yield ""
     yield (
-        f"Of the {len(rows)} names in timm {timm.__version__}'s modules {', '.join(f'`{m}`' for m in MODULES)}, {served} "
-        "take an encoding: each was built on the meta device and given `native`, then `rope_axial + rpb + sincos2d`. "
+        f"Of the {len(rows)} names in timm {timm.__version__}'s modules {', '.join(f'`{m}`' for m in MODULES)}, "
+        f"{served} take an encoding: each was built on the meta device and given `native`, then `{ANOTHER}`. "
         "Others raise `TypeError`, as do all models that are no plain vision transformers. `native` says what a model "
-        "comes with: `ape1d` is timm's `pos_embed`, `native` what it holds in modules of its own (rotary tables, biases). "
-        "Made by `make docs`."
+        "comes with: `ape1d` is timm's `pos_embed`, `native` what it holds in modules of its own (rotary tables, "
+        "biases). Made by `make docs`."
     )
     yield ""
     yield "| model | class | block | attention | patches | prefix tokens | native |"
