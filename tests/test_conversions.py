@@ -14,11 +14,11 @@ from vitpos.spec import REGISTRY, parse
 TO_MIXED = ["rope_axial", "rope_axial(theta=30.0, resize='interpolate')", "rope_axial(resize='ntk')"]
 TO_MIXED += ["rope_axial(free_prefix=True)", "rope_axial(wrap=True)", "string", "string(learned=True)"]
 TO_MIXED += ["string(resize='ntk', free_prefix=True)"]
-MASKED = {"lookhere"} & set(REGISTRY)  # infinite where a head does not see: no learned table holds that
-READ_Q_AND_K = {"irpe", "deberta"} & set(REGISTRY)  # biases of content, not of the offset only
+MASKED = ["lookhere"]  # infinite where a head does not see: no learned table holds that
+READ_Q_AND_K = ["irpe", "deberta"]  # biases of content, not of the offset only
 OFFSETS = [s for s in SPECS if issubclass(REGISTRY[parse(s).names[0]], OffsetBias)]
 TO_TABLE = [s for s in OFFSETS if parse(s).names[0] not in {"rpb", *MASKED, *READ_Q_AND_K}]
-TO_TABLE += ["irpe(on='bias')"] if "irpe" in REGISTRY else []
+TO_TABLE += ["irpe(on='bias')"]
 
 
 def logits(model, grid):

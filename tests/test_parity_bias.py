@@ -23,7 +23,7 @@ HEADS, WIDTH = 3, 4
 def build(spec, training=(3, 5), heads=HEADS, layer=0, depth=1):
     """A float64 encoding with random weights of standard deviation 0.5."""
     (term,) = parse(spec).terms
-    geometry = Geometry(heads * WIDTH, heads, WIDTH, depth, training, layer)
+    geometry = Geometry(heads * WIDTH, heads, WIDTH, depth, training, layer, prefix=1)
     encoding = lookup(term.name)(geometry, **dict(term.options)).double()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -669,7 +669,7 @@ COUNTS = {  # at ViT-B/16@224
 
 @pytest.mark.parametrize("spec", COUNTS)
 def test_parameter_counts(spec):
-    position = Position(parse(spec), Geometry(dim=768, heads=12, head_dim=64, depth=12, grid=(14, 14)))
+    position = Position(parse(spec), Geometry(dim=768, heads=12, head_dim=64, depth=12, grid=(14, 14), prefix=1))
     assert sum(p.numel() for p in position.parameters()) == COUNTS[spec]
 
 

@@ -73,7 +73,9 @@ def convert(model: nn.Module, target: str) -> nn.Module:
         changed.to(next(model.blocks.parameters())).train(model.training)  # type: ignore[union-attr]
         for layer, source in enumerate(sources):
             for name, value in conversion.weights(source).items():
-                getattr(changed.layers[layer][target], name).copy_(value)  # type: ignore[index]
+                own = getattr(changed.layers[layer][target], name)  # type: ignore[index]
+                if own is not None:  # weights of prefix tokens, which the model may not have
+                    own.copy_(value)
     for group, before in zip((changed.shared, *changed.layers), (position.shared, *position.layers)):
         for name in set(group) & set(before) - {target}:  # type: ignore[arg-type]
             group[name] = before[name]  # type: ignore[index]

@@ -35,7 +35,7 @@ Layout = Literal["interleaved", "half"]
 
 @dataclass(frozen=True)
 class Geometry:
-    """What an encoding may know of the model: its width, heads, depth, training grid and its own layer."""
+    """What an encoding may know of the model: width, heads, depth, training grid, own layer, prefix tokens."""
 
     dim: int
     heads: int
@@ -43,6 +43,7 @@ class Geometry:
     depth: int
     grid: Extent
     layer: int = 0
+    prefix: int = 0
 
 
 @dataclass(frozen=True)
@@ -221,7 +222,7 @@ class Encoding(nn.Module):
             out = fn(tensor)
             if not (out.is_floating_point() and out.dtype.itemsize < 4):
                 return out
-            return tensor.to(out.device, torch.promote_types(tensor.dtype, torch.float32))
+            return tensor.to(out.device, torch.float32)
 
         return super()._apply(careful, recurse)
 

@@ -87,6 +87,7 @@ def _attach(model: Any, spec: Spec, trained: bool) -> None:
         head_dim=getattr(attention, "head_dim", model.embed_dim // attention.num_heads),
         depth=len(model.blocks),
         grid=_training_grid(model, own=bool(own)),
+        prefix=model.num_prefix_tokens,
     )
     weight = next(model.blocks.parameters())
     with weight.device:

@@ -53,7 +53,7 @@ class RelativePositionBias(OffsetBias):
         self.std = std
         height, width = geometry.grid if wrap else (2 * side - 1 for side in geometry.grid)
         self.table = nn.Parameter(torch.empty(geometry.heads, height, width))
-        self.prefix = nn.Parameter(torch.empty(geometry.heads, 3)) if prefix else None
+        self.prefix = nn.Parameter(torch.empty(geometry.heads, 3)) if prefix and geometry.prefix else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
