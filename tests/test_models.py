@@ -13,7 +13,7 @@ from timm.utils import ModelEmaV3
 
 import vitpos
 from vitpos import backbone
-from vitpos.backbone import table
+from vitpos.backbone import parts, table
 
 DOCS = Path(__file__).parent.parent / "docs" / "models.md"
 GRID = (3, 5)
@@ -154,7 +154,7 @@ def test_native_in_bfloat16(key):
 
 @pytest.mark.filterwarnings("ignore:torch.searchsorted:UserWarning")
 @pytest.mark.filterwarnings("ignore:Using a non-tuple sequence:UserWarning")  # in timm's own resizing
-@pytest.mark.parametrize("grid", [(5, 3), (4, 8), (2, 2)])
+@pytest.mark.parametrize("grid", [(5, 3), (4, 8), (2, 8), (2, 2)])  # (tables of 3x5 and 2x8 have as many entries)
 @pytest.mark.parametrize("key", ALL)
 def test_native_at_other_sizes_is_timm_resized(key, grid):
     """timm needs surgery for another size; the model given its weights does not, and keeps its tables."""
@@ -472,3 +472,71 @@ def test_every_model_of_timm():
     assert sum(not row.refusal for row in rows) == 276
     assert len(rows) == 279
     assert DOCS.read_text() == table.markdown(rows), "run make docs"
+
+
+def test_fewer_key_heads_are_as_many_equal_ones():
+    """Grouped queries under rotations that differ by query head: the same model with its key heads written out."""
+    key = "vit_base_patch16_sapiens2"
+    grouped = vitpos.attach(build(key), "rope_mixed + rpb")
+    full = vitpos.attach(build(key, num_kv_heads=4), "rope_mixed + rpb")
+    state = grouped.state_dict()
+    for name in [n for n in state if n.endswith((".k_proj.weight", ".v_proj.weight", ".k_proj.bias", ".v_proj.bias"))]:
+        heads = state[name].unflatten(0, (2, 12))
+        state[name] = heads.repeat_interleave(2, dim=0).flatten(0, 1)
+        wrong = heads.repeat(2, *[1] * (heads.ndim - 1)).flatten(0, 1)
+    full.load_state_dict(state)
+    x = images(key)
+    with torch.no_grad():
+        assert relative_change(full(x), grouped(x)) < 1e-6
+        full.load_state_dict({**state, name: wrong})
+        assert relative_change(full(x), grouped(x)) > 1e-4
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_block_that_attends_itself_by_hand(fused):
+    """A ParallelScalingBlock under rotation and bias, token by token."""
+    model = vitpos.attach(build("vit_base_patch16_xp_224"), "rope_axial + rpb(std=0.5)").double()
+    block, prefix = model.blocks[0], model.num_prefix_tokens
+    block.fused_attn = fused
+    pos = vitpos.positions.grid(*GRID, dtype=torch.float64)
+    shared = model.position.shared_signal(pos, prefix)
+    x = torch.randn(1, prefix + 15, 48, dtype=torch.float64)
+    with torch.no_grad():
+        ours = block(x, attn_mask=model.position.signal(0, pos, shared))
+        phase = [torch.zeros(6)] * prefix
+        phase += [model.position.shared["rope_axial"].angles(at(cell)).phase[0, 0, 0] for cell in coordinates(GRID)]
+        table_ = model.position.layers[0]["rpb"]
+        mlp, q, k, v = block.in_proj(block.in_norm(x[0])).split(block.in_split, dim=-1)
+        attended = torch.zeros(len(x[0]), 48, dtype=torch.float64)
+        for h in range(4):
+            part = slice(12 * h, 12 * h + 12)
+            norm = [[block.q_norm(row[part]) for row in q], [block.k_norm(row[part]) for row in k]]
+            turned_q, turned_k = ([turn(row, angle) for row, angle in zip(rows, phase)] for rows in norm)
+            for a in range(len(x[0])):
+                logits = torch.stack([turned_q[a] @ row / 12**0.5 for row in turned_k])
+                for b in range(prefix, len(x[0]) if a >= prefix else 0):
+                    (i, j), (m, n) = divmod(a - prefix, 5), divmod(b - prefix, 5)
+                    logits[b] += table_.table[h, i - m + 2, j - n + 4]
+                attended[a, part] = logits.softmax(0) @ v[:, part]
+        mlp = block.mlp_act(mlp if block.mlp_bias is None else mlp + block.mlp_bias)
+        expected = x[0] + block.ls(block.attn_out_proj(attended) + block.mlp_out_proj(mlp))
+        assert relative_change(ours[0], expected) < 1e-12
+        assert relative_change(block(x)[0], expected) > 1e-4
+
+
+def at(cell):
+    return vitpos.positions.Positions(cell.view(1, 1, 2), GRID)
+
+
+def turn(row, angle):
+    pairs = torch.view_as_complex(row.view(-1, 2).contiguous()) * torch.polar(torch.ones_like(angle), angle)
+    return torch.view_as_real(pairs).flatten()
+
+
+def test_heads_may_be_wider_than_the_model():
+    """timm's EvaAttention fails where heads x head width is not the model's width."""
+    attention = parts.EvaAttention(48, 4, attn_head_dim=8, scale_norm=False).eval()
+    x = torch.randn(2, 7, 48)
+    assert attention(x).shape == (2, 7, 48)
+    with pytest.raises(RuntimeError):
+        timm.models.eva.EvaAttention.forward(attention, x)

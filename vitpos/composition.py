@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, cast
 
@@ -127,6 +128,7 @@ def _signal(signal: Signal, encodings: nn.Module, pos: Positions, held: Held) ->
     return signal
 
 
-def _full_precision(pos: Positions) -> torch.autocast:
+def _full_precision(pos: Positions) -> AbstractContextManager[Any]:
     """Positions and phases are not for autocast to round."""
-    return torch.autocast(device_type=pos.coords.device.type, enabled=False)
+    device = pos.coords.device.type
+    return nullcontext() if device == "meta" else torch.autocast(device_type=device, enabled=False)
