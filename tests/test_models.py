@@ -206,11 +206,9 @@ def test_another_encoding(key):
         assert torch.equal(model(images(key)), expected)
 
 
-@pytest.mark.parametrize("key", MODELS)
+@pytest.mark.parametrize("key", [key for key in MODELS if getattr(build(key), "pos_embed", None) is not None])
 def test_removing_a_table_folds_its_prefix_rows(key):
     plain = build(key)
-    if getattr(plain, "pos_embed", None) is None:
-        pytest.skip("no absolute table")
     model = vitpos.attach(copy.deepcopy(plain), "none")
     rows = plain.pos_embed.shape[1] - GRID[0] * GRID[1]
     assert rows in (0, plain.num_prefix_tokens)

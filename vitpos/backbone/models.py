@@ -54,10 +54,9 @@ class PositionMixin(Described):
     def drop_own(self: Any) -> None:
         """Remove all of these."""
 
-    def enter(self: Any, x: Tensor, pos: Positions, added: bool) -> tuple[Tensor, Positions]:
-        """From embedded tokens to what the blocks see; ``added`` says whether position was added to them."""
-        if added:
-            x = self.pos_drop(x)
+    def enter(self: Any, x: Tensor, pos: Positions) -> tuple[Tensor, Positions]:
+        """From embedded tokens to what the blocks see; dropout comes first, so that it is alike for every encoding."""
+        x = self.pos_drop(x)
         if isinstance(self.patch_drop, PatchDropoutWithIndices):
             x, kept = self.patch_drop(x)
             pos = pos if kept is None else pos.keep(kept)
@@ -93,7 +92,7 @@ class PositionMixin(Described):
             if table is not None and rows:
                 before = before + table[:, :rows]
             x = torch.cat([before.to(x.dtype).expand(x.shape[0], -1, -1), x], dim=1)
-        return self.enter(x, pos, added=vectors is not None)
+        return self.enter(x, pos)
 
     def _blocks(
         self: Any,
@@ -243,9 +242,6 @@ class Eva(PositionMixin, eva.Eva):  # type: ignore[misc]  # (it asks for forward
         self.rope = None
         self.rope_mixed = False
 
-    def enter(self, x: Tensor, pos: Positions, added: bool) -> tuple[Tensor, Positions]:
-        return super().enter(x, pos, added=True)
-
     def prune_intermediate_layers(self: Any, *args: Any, **kwargs: Any) -> list[int]:
         """As timm's; encodings of pruned blocks go too, mixed frequencies of the model's own among them."""
         kept = super().prune_intermediate_layers(*args, **kwargs)
@@ -279,7 +275,7 @@ class Beit(PositionMixin, beit.Beit):
             block.attn.relative_position_index = None
             block.attn.window_size = None
 
-    def enter(self, x: Tensor, pos: Positions, added: bool) -> tuple[Tensor, Positions]:
+    def enter(self, x: Tensor, pos: Positions) -> tuple[Tensor, Positions]:
         return self.pos_drop(x), pos
 
 
@@ -301,7 +297,7 @@ class VisionTransformerRelPos(PositionMixin, vision_transformer_relpos.VisionTra
         for block in self.blocks:
             block.attn.rel_pos = None
 
-    def enter(self, x: Tensor, pos: Positions, added: bool) -> tuple[Tensor, Positions]:
+    def enter(self, x: Tensor, pos: Positions) -> tuple[Tensor, Positions]:
         return x, pos
 
     def no_weight_decay(self) -> set[str]:
