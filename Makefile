@@ -44,6 +44,7 @@ $(DEMO)/eval/results.json:
 
 docs: install
 	$(BIN)/python -m vitpos.encodings --docs docs/encodings
+	$(BIN)/python -m vitpos.backbone > docs/models.md
 
 clean:
 	rm -rf $(VENV) *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

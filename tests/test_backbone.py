@@ -6,12 +6,13 @@ import pickle
 import pytest
 import timm
 import torch
-from common import ENCODINGS, PATCH, coordinates, images, randomize_, relative_change, tiny
+from common import ENCODINGS, PATCH, SPECS, coordinates, images, randomize_, relative_change, tiny
 from timm.optim import param_groups_layer_decay, param_groups_weight_decay
 from timm.utils import ModelEmaV3
 
 import vitpos
 from vitpos import backbone
+from vitpos.backbone.parts import PARTS
 
 TIMM = "vit_tiny_patch16_224"
 SMALL = {"img_size": (48, 80), "patch_size": 16, "embed_dim": 48, "depth": 3, "num_heads": 3, "num_classes": 7}
@@ -166,28 +167,6 @@ def test_bad_images_and_coordinates():
             model(x, coords=coords)
     with pytest.raises(ValueError, match="extent"):
         model(x, coords=torch.zeros(15, 2), extent=(0, 5))
-
-
-def test_what_cannot_be_served_is_refused_and_left_alone():
-    for name, why in [
-        ("resnet18", "ResNet"),
-        ("vit_tiny_patch16_rope_reg1_gap_256", ""),
-        ("swin_tiny_patch4_window7_224", ""),
-    ]:
-        if not timm.is_model(name):
-            continue
-        with torch.device("meta"):
-            model = timm.create_model(name)
-        before = type(model)
-        with pytest.raises(TypeError, match=f"cannot attach.*{why}"):
-            vitpos.attach(model, "rope_axial")
-        assert type(model) is before
-    with torch.device("meta"):
-        model = timm.create_model("vit_tiny_patch16_224", attn_layer="diff")
-    with pytest.raises(TypeError, match="attention must be timm's Attention"):
-        vitpos.attach(model, "rope_axial")
-    with pytest.raises(ValueError, match="unknown timm model 'vit_tinny_patch16_224'; did you mean"):
-        vitpos.create_model("vit_tinny_patch16_224")
 
 
 @pytest.mark.parametrize("pos", ["rope_axial", "rope_mixed"])
@@ -413,3 +392,84 @@ def test_attach_again():
         assert torch.equal(model(x), expected)
     assert type(model) is backbone.VisionTransformer
     assert isinstance(model, timm.models.vision_transformer.VisionTransformer)
+
+
+def test_a_gate_is_applied():
+    """timm's gated attention: its output is multiplied by the gate, as in timm's own."""
+    torch.manual_seed(0)
+    plain = timm.layers.Attention(24, num_heads=2, gated=True, qkv_bias=True)
+    ours = copy.deepcopy(plain)
+    ours.__class__ = PARTS[timm.layers.Attention]
+    x = torch.randn(2, 5, 24)
+    assert torch.equal(ours(x), plain(x))
+    ours.gate = None
+    assert not torch.allclose(ours(x), plain(x))
+
+
+@pytest.mark.parametrize("rates", [{"attn_drop_rate": 0.5}, {"pos_drop_rate": 0.5}, {"proj_drop_rate": 0.5}], ids=str)
+@pytest.mark.parametrize("fused", [True, False])
+def test_dropout_is_that_of_timm(rates, fused):
+    """The same draws, so bit for bit; none in evaluation; and the masks are alike whatever the encoding."""
+    plain = timm_model(**rates)
+    model = vitpos.attach(copy.deepcopy(plain), "ape1d")
+    other = vitpos.attach(copy.deepcopy(plain), "rope_axial")
+    x = torch.randn(2, 3, 48, 80)
+
+    def draw(net):
+        for block in net.blocks:
+            block.attn.fused_attn = fused
+        torch.manual_seed(11)
+        out = net.train()(x)
+        return out, torch.rand(1)
+
+    (ours, after), (theirs, expected), (_, elsewhere) = draw(model), draw(plain), draw(other)
+    assert torch.equal(ours, theirs)
+    assert torch.equal(after, expected)
+    assert torch.equal(after, elsewhere)
+    assert not torch.equal(ours, model.eval()(x))
+    assert torch.equal(model(x), plain.eval()(x))
+
+
+def test_stop_early_runs_no_further_block():
+    model = tiny("rope_mixed", depth=3)
+    model.blocks[2].mlp = None  # a block that cannot run
+    x = images((3, 5))
+    assert len(model.forward_intermediates(x, [0, 1], stop_early=True, intermediates_only=True)) == 2
+    with pytest.raises(TypeError):
+        model.forward_intermediates(x, [0, 1], intermediates_only=True)
+
+
+def test_the_encoding_takes_the_models_mode_and_device():
+    for training in (True, False):
+        model = vitpos.attach(timm_model().train(training), "rpb")
+        assert model.position.training is training
+    with torch.device("meta"):
+        plain = timm.create_model(TIMM, **SMALL)
+    assert {p.device.type for p in vitpos.attach(plain, "rpb + rope_mixed").parameters()} == {"meta"}
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_native_keeps_what_the_model_has(name):
+    """Weights, a switched policy and all: attaching ``native`` changes no bit."""
+    model = tiny(name, (3, 5), 1)
+    x = images((4, 6))
+    with torch.no_grad():
+        expected = model(x)
+        vitpos.attach(model, "native")
+        assert torch.equal(model(x), expected)
+        if name != "none":
+            vitpos.attach(model, "native + logn")
+            assert relative_change(model(x), expected) > 1e-6 or name == "logn"
+
+
+@pytest.mark.parametrize("name", ["ape1d", "rope_axial", "rope_mixed", "rpb", "alibi2d", "irpe", "cpe"])
+def test_compiles_without_a_break(name):
+    """The whole model is one graph (the backend that only traces is enough to see that)."""
+    torch._dynamo.reset()
+    model = tiny(name, (3, 5), 1, depth=1, heads=2, dim=24)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    for grid in ((3, 5), (4, 6)):
+        x = images(grid)
+        with torch.no_grad():
+            assert relative_change(compiled(x), model(x)) < 1e-12
+    torch._dynamo.reset()

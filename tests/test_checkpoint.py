@@ -23,7 +23,7 @@ def test_round_trip(name, tmp_path):
     assert again.position.geometry.grid == (3, 5)
     card = vitpos.read_card(path)
     assert card["pos"] == str(vitpos.parse(name))
-    assert card["pos_resolved"] == vitpos.parse(name).resolved
+    assert card["pos_resolved"] == model.position.resolved
     assert card["grid"] == [3, 5]
     assert card["classes"] == list("abcd")
     assert card["extra"] == {"seed": 3}
@@ -94,12 +94,40 @@ def test_bad_files_say_what_is_wrong(tmp_path):
     with safe_open(whole, framework="pt") as file:
         card = json.loads(file.metadata()["vitpos"])
     weights = load_file(whole)
-    for change, words in [({"format": "vitpos/9"}, "reads 'vitpos/1'"), ({"grid": [4, 4]}, "do not fit their card")]:
+    cases = [
+        ({"format": "vitpos/9"}, "reads 'vitpos/1'"),
+        ({"grid": [4, 4]}, "do not fit their card"),
+        ({"grid": "x"}, "'grid' of its card"),
+        ({"versions": None}, "'versions' of its card"),
+        ({"model_args": {"num_heads": 5}}, "cannot rebuild"),
+        ({"dtype": "float1"}, "do not fit their card"),
+    ]
+    for text in ("{", "[1]"):
+        save_file(weights, tmp_path / "other.safetensors", metadata={"vitpos": text})
+        with pytest.raises(ValueError, match=r"card is not JSON|has format None"):
+            vitpos.load(tmp_path / "other.safetensors")
+    for change, words in cases:
         other = tmp_path / "other.safetensors"
         save_file(weights, other, metadata={"vitpos": json.dumps({**card, **change})})
         with pytest.raises(ValueError, match=words) as caught:
             vitpos.load(other)
         assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_precision_is_kept(dtype, tmp_path):
+    model = tiny("rope_mixed", (3, 5), 1).to(dtype)
+    again = vitpos.load(vitpos.save(model, tmp_path / "m.safetensors"))
+    assert again.head.weight.dtype == dtype
+    x = images((4, 6), dtype=dtype)
+    assert torch.equal(again(x), model(x))
+
+
+def test_a_pruned_model_is_refused(tmp_path):
+    model = tiny("lookhere", (3, 5), 1)
+    model.prune_intermediate_layers([0])
+    with pytest.raises(ValueError, match="pruned to 1 of 2 blocks"):
+        vitpos.save(model, tmp_path / "m.safetensors")
 
 
 def test_nothing_half_written(tmp_path):

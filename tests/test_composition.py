@@ -8,13 +8,14 @@ from common import images, relative_change, tiny
 
 import vitpos
 from vitpos.composition import why_not
+from vitpos.spec import lookup
 
 NAMES = [name for name in vitpos.list_encodings() if name != "native"]
 
 
 def expected(first, second):
     """The rule, said a second time: nothing with itself, nothing with none, one rotation at most."""
-    rotary = {"rope1d", "rope_axial", "rope_mixed", "rope_dinov3", "liere", "string", "comrope"}
+    rotary = {name for name in NAMES if "angles" in lookup(name).sites()}
     if first == second:
         return "twice"
     if "none" in (first, second):

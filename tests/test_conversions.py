@@ -181,3 +181,16 @@ def test_a_normalized_q_takes_no_basis():
 def test_a_model_without_an_encoding():
     with pytest.raises(TypeError, match="no vitpos encoding"):
         convert(torch.nn.Linear(2, 2), "rpb")
+
+
+def test_a_switched_policy_stays_switched():
+    model = tiny("rope_axial + alibi2d")
+    x = images((6, 10))
+    vitpos.set_resize(model, "interpolate")
+    with torch.no_grad():
+        expected = model(x)
+        vitpos.convert(model, "rope_mixed")
+        assert vitpos.resize_policy(model) == "interpolate + interpolate"
+        assert relative_change(model(x), expected) < 1e-12
+    vitpos.set_resize(model, "default")
+    assert vitpos.resize_policy(model) == "extrapolate + extrapolate"

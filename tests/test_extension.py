@@ -1,4 +1,4 @@
-"""Adding an encoding is one new file: it is registered, documented and tested with no other file touched."""
+"""Adding an encoding is one new file: it is registered, named in timm, documented and tested, no other file touched."""
 
 import os
 import shutil
@@ -41,6 +41,38 @@ class CityBlock(OffsetBias):
     def at(self, offset: Tensor, extent: Extent) -> Tensor:
         return -self.slope * offset.abs().sum(-1, keepdim=True).movedim(-1, 0)
 '''
+SPIN = '''
+"""A rotary embedding that turns by the sum of row and column."""
+
+import torch
+from torch import Tensor
+
+from vitpos.encoding import NO_PREFIX, Geometry, LinearRotary
+from vitpos.positions import Positions
+from vitpos.spec import register
+
+
+@register("spin")
+class Spin(LinearRotary):
+    """Channel pair k rotates by (y + 2 x) / (k + 1).
+
+    >>> encoding = Spin(Geometry(dim=4, heads=1, head_dim=4, depth=1, grid=(4, 4)))
+    >>> pos = Positions(torch.tensor([[[2.0, 3.0]]]), extent=(4, 4))
+    >>> encoding.angles(pos).phase.flatten().tolist()
+    [8.0, 4.0]
+    """
+
+    summary = "q and k rotate by a sum of row and column"
+    paper = "none: a test"
+    laws = frozenset({"offset" + NO_PREFIX})
+
+    def __init__(self, geometry: Geometry) -> None:
+        super().__init__(geometry)
+
+    def frequencies(self, pos: Positions) -> Tensor:
+        step = 1 / torch.arange(1.0, self.geometry.head_dim // 2 + 1, device=pos.coords.device)
+        return torch.stack([step, 2 * step], dim=-1).unsqueeze(0)
+'''
 TRUE_LAWS = '{"offset", "transpose"}'
 
 
@@ -52,9 +84,8 @@ def run(folder, *command):
 @pytest.fixture
 def copy(tmp_path):
     shutil.copytree(ROOT / "vitpos", tmp_path / "vitpos", ignore=shutil.ignore_patterns("__pycache__"))
-    (tmp_path / "tests").mkdir()
-    for name in ("conftest.py", "common.py", "test_laws.py", "test_attention.py", "test_spec.py", "test_checkpoint.py"):
-        shutil.copy(ROOT / "tests" / name, tmp_path / "tests")
+    shutil.copytree(ROOT / "tests", tmp_path / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
     shutil.copy(ROOT / "setup.cfg", tmp_path)
     return tmp_path
 
@@ -63,28 +94,40 @@ def add(folder, laws):
     (folder / "vitpos" / "encodings" / "cityblock.py").write_text(NEW.replace("{LAWS}", laws))
 
 
+CORE = [
+    "laws",
+    "attention",
+    "spec",
+    "checkpoint",
+    "composition",
+    "docs",
+    "robustness",
+    "backbone",
+    "positions",
+    "names",
+]
+
+
 def test_one_new_file_is_enough(copy):
+    """A bias and a rotary encoding: every test over the registry runs on them, and passes."""
     add(copy, TRUE_LAWS)
-    shown = run(copy, "-c", "import vitpos; print(vitpos.list_encodings(), vitpos.describe('cityblock'))")
+    (copy / "vitpos" / "encodings" / "spin.py").write_text(SPIN)
+    code = (
+        "import vitpos, timm; print(vitpos.list_encodings(), vitpos.describe('cityblock')); "
+        "print(timm.list_models('vitpos_tiny*_spin'))"
+    )
+    shown = run(copy, "-c", code)
     assert "'cityblock'" in shown.stdout, shown.stderr
     assert "transpose: holds" in shown.stdout
     assert "slope=0.25" in shown.stdout
+    assert "vitpos_tiny_patch16_224_spin" in shown.stdout
     overview = run(copy, "-m", "vitpos.encodings")
     assert "cityblock" in overview.stdout, overview.stderr
-    tests = run(
-        copy,
-        "-m",
-        "pytest",
-        "-q",
-        "-k",
-        "cityblock or CityBlock",
-        "-p",
-        "no:cacheprovider",
-        "tests",
-        "vitpos/encodings",
-    )
+    files = [f"tests/test_{name}.py" for name in CORE]
+    chosen = "cityblock or CityBlock or spin or Spin or overview"
+    tests = run(copy, "-m", "pytest", "-q", "-k", chosen, "-p", "no:cacheprovider", *files, "vitpos/encodings")
     assert tests.returncode == 0, tests.stdout
-    assert int(tests.stdout.strip().splitlines()[-1].split(" passed")[0].split()[-1]) > 40
+    assert int(tests.stdout.strip().splitlines()[-1].split(" passed")[0].split()[-1]) > 200
 
 
 def test_a_false_law_is_caught(copy):

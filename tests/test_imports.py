@@ -18,8 +18,10 @@ ORDER = [
     "attention",
     "composition",
     "pages",
+    "hub",
     "backbone",
     "conversions",
+    "names",
     "checkpoint",
     "seeds",
     "data",
@@ -29,6 +31,7 @@ ORDER = [
     "evaluation",
     "cli",
 ]
+WITHIN = {"backbone": ["parts", "native", "models", "resizing", "attaching", "table"]}  # likewise, inside a package
 APART = {"stats": set(), "report": {"stats"}}  # numbers only: no model code
 
 
@@ -70,7 +73,28 @@ def test_the_check_sees_a_wrong_import():
     assert violations("attention", ["encoding"]) == []
 
 
-@pytest.mark.parametrize("module", [m for m in ORDER if m not in ("backbone", "checkpoint")])
+@pytest.mark.parametrize("package", WITHIN)
+def test_imports_inside_a_package_point_one_way(package):
+    order = WITHIN[package]
+    files = [path for path in (ROOT / package).glob("*.py") if not path.name.startswith("__")]
+    assert {path.stem for path in files} == set(order)
+    for path in files:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(f"vitpos.{package}"):
+                imported_file = node.module.split(".")[-1]  # never the package itself, whose __init__ imports all
+                assert imported_file in order[: order.index(path.stem)], path
+
+
+def test_swapped_classes_are_importable():
+    """Classes that are swapped in are importable from where they say they are, or a pickle could not find them."""
+    from vitpos.backbone import models, parts
+
+    for swapped in (*parts.PARTS.values(), *models.MODELS.values()):
+        found = getattr(sys.modules[swapped.__module__], swapped.__name__)
+        assert found is swapped
+
+
+@pytest.mark.parametrize("module", [m for m in ORDER if m not in ("backbone", "names", "checkpoint")])
 def test_only_the_backbone_reaches_into_timms_models(module):
     found = []
     for name, path in modules():

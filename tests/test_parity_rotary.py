@@ -450,3 +450,27 @@ def test_weights_and_angles_keep_float32(spec):
         assert c.dtype == torch.float32
         torch.testing.assert_close(c, a, atol=0.1, rtol=0.1)
     assert {p.dtype for p in model.position.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("side", "cycles"), [(5, [2, 1, 1]), (7, [3, 2, 1]), (9, [4, 2, 1]), (8, [4, 2, 1]), (1, [1, 1, 1])]
+)
+def test_ladder_of_odd_sides(side, cycles):
+    """K is half the side, rounded down: more cycles than that are not told apart."""
+    assert ladder(3, side) == cycles
+
+
+def test_mixed_frequencies_start_in_pairs_of_directions():
+    """Per head one direction for the first half of the pairs and one at a right angle to it for the second."""
+    torch.manual_seed(0)
+    weight = lookup("rope_mixed")(Geometry(96, 4, 24, 1, (4, 4))).weight.detach()  # [4, 12, (y, x)]
+    first, second = weight[:, :6], weight[:, 6:]
+    expected = torch.tensor([10 ** (-k / 6) for k in range(6)]).expand(4, 6)
+    torch.testing.assert_close(first.norm(dim=-1), expected)
+    torch.testing.assert_close(second.norm(dim=-1), expected)
+    assert (first * second).sum(-1).abs().max() < 1e-6  # right angles
+    angle = torch.atan2(first[..., 0], first[..., 1])
+    assert (angle - angle[:, :1]).abs().max() < 1e-5  # one direction a head
+    assert angle[:, 0].diff().abs().min() > 1e-3  # another in each head
+    side = second[..., 0] * first[..., 1] - second[..., 1] * first[..., 0]
+    assert side.min() > 0  # counter-clockwise, as published

@@ -11,8 +11,8 @@ import vitpos
 from vitpos import positions
 from vitpos.attention import BlockRotation, PairRotation
 from vitpos.composition import Position
-from vitpos.encoding import Contextual, Geometry
-from vitpos.spec import parse
+from vitpos.encoding import Contextual, Geometry, LinearRotary
+from vitpos.spec import REGISTRY, parse
 
 
 def tables(position, pos, own_table=None):
@@ -159,8 +159,8 @@ def test_memory_is_flat_over_many_sizes(name):
 def test_any_head_width_that_the_formula_allows(name, head_dim):
     """An encoding runs at a head width, or says at construction which widths it takes."""
     kwargs = {"img_size": (4, 6), "patch_size": 2, "embed_dim": 2 * head_dim, "num_heads": 2, "depth": 1}
-    steps = {"rope1d": 2, "comrope": 2, "liere": 2, "string": 4}  # those that rotate; rope_* by pairs for each axis
-    multiple = steps.get(name, 4 if name.startswith("rope_") else 1)
+    known = {"rope1d": 2, "comrope": 2, "liere": 2, "rope_axial": 4, "rope_mixed": 4, "rope_dinov3": 4, "string": 4}
+    multiple = known.get(name, 4 if issubclass(REGISTRY[name], LinearRotary) else 1)
     if head_dim % multiple:
         with pytest.raises(ValueError, match=f"multiple of {multiple}, got {head_dim}|block"):
             vitpos.create_model("vit_tiny_patch16_224", pos=name, num_classes=3, **kwargs)

@@ -1,6 +1,7 @@
 """Positional encodings for timm's vision transformers: plug in by one string, train, measure spatial invariance."""
 
 from vitpos import encodings as _encodings  # noqa: F401  (registers them)
+from vitpos import names as _names  # noqa: F401  (and their names in timm's registry)
 from vitpos.backbone import attach, create_model, resize_policy, set_resize
 from vitpos.checkpoint import load, read_card, save
 from vitpos.conversions import convert

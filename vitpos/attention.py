@@ -13,7 +13,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitpos.encoding import AnyAngles, Bias, Contextual, Layout, OffsetTable, PairBias, Rotations, SeparableAngles
+from vitpos.encoding import (
+    AnyAngles,
+    Bias,
+    Contextual,
+    Layout,
+    OffsetTable,
+    PairBias,
+    Rotations,
+    SeparableAngles,
+    Turns,
+)
 
 
 def exact(tensor: Tensor) -> AbstractContextManager[object]:
@@ -24,17 +34,21 @@ def exact(tensor: Tensor) -> AbstractContextManager[object]:
 
 @dataclass(frozen=True)
 class PairRotation:
-    """Rotations of channel pairs: ``cos`` and ``sin`` [1 | B, 1 | h, T, d/2], 1 and 0 for prefix tokens."""
+    """Rotations of channel pairs: ``cos`` and ``sin`` [1 | B, 1 | h, T, d/2], 1 and 0 for prefix tokens.
+
+    ``by_layer`` as in ``Turns``.
+    """
 
     cos: Tensor
     sin: Tensor
     layout: Layout
     basis: Tensor | None
     free_prefix: bool
+    by_layer: bool = False
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Rotate x [B, h, T, d]: computed in the rotation's precision, returned in x's dtype."""
-        precise = x.to(self.cos.dtype)
+        """Rotate x [B, h, T, d]: computed in the higher precision of the two, returned in x's dtype."""
+        precise = x.to(torch.promote_types(x.dtype, self.cos.dtype))
         if self.basis is not None:
             with exact(precise):
                 precise = precise @ self.basis.to(precise.dtype).mT
@@ -69,7 +83,7 @@ class Signal:
     ``rotation``, ``bias`` [1 | B, 1 | h, T, T] over all tokens and ``contextual``. Doing so early shares the work
     between layers; doing so inside a block keeps what it is given small (gradient checkpointing stores that).
     ``scale`` multiplies the logits of q and k. ``mask`` is the caller's own attention mask: boolean (True: may
-    attend) or added to the logits.
+    attend) or added to the logits; ``causal``: no token sees those after it.
     """
 
     prefix: int = 0
@@ -80,6 +94,16 @@ class Signal:
     bias: Tensor | None = None
     scale: float = 1.0
     mask: Tensor | None = None
+    causal: bool = False
+
+    def of_layer(self, layer: int) -> Signal:
+        """What one layer is told, where tables for all were made at once."""
+        rotation = self.rotation
+        if not (isinstance(rotation, PairRotation) and rotation.by_layer):
+            return self
+        return replace(
+            self, rotation=replace(rotation, cos=rotation.cos[layer], sin=rotation.sin[layer], by_layer=False)
+        )
 
     def expand(self) -> Signal:
         """The same signal with ``angles`` and ``biases`` turned into what attention applies."""
@@ -98,7 +122,7 @@ class Signal:
     def empty(self) -> bool:
         """Whether there is nothing to tell."""
         nothing = self.angles is None and self.rotation is None and self.bias is None and self.mask is None
-        return nothing and len(self.biases) + len(self.contextual) == 0 and self.scale == 1.0
+        return nothing and len(self.biases) + len(self.contextual) == 0 and not self.causal and self.scale == 1.0
 
 
 def expand_angles(angles: AnyAngles, prefix: int) -> PairRotation | BlockRotation:
@@ -108,6 +132,9 @@ def expand_angles(angles: AnyAngles, prefix: int) -> PairRotation | BlockRotatio
         identity = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
         before = identity.expand(*matrix.shape[:2], prefix, *matrix.shape[3:])
         return BlockRotation(torch.cat([before, matrix], dim=2), angles.free_prefix)
+    if isinstance(angles, Turns):
+        cos, sin = (F.pad(t, (0, 0, prefix, 0), value=v) for t, v in ((angles.cos, 1.0), (angles.sin, 0.0)))
+        return PairRotation(cos, sin, angles.layout, None, False, angles.by_layer)
     if isinstance(angles, SeparableAngles):
         phase = (angles.y.unsqueeze(-2) + angles.x.unsqueeze(-3)).flatten(-3, -2).unsqueeze(0)  # [1, 1 | h, N, d/2]
     else:
@@ -174,22 +201,19 @@ def with_mask(bias: Tensor | None, mask: Tensor | None, is_causal: bool, q: Tens
 
 
 class PositionedAttention:
-    """Mixed into timm's ``Attention``: the same parameters and options, and a ``Signal`` in ``attn_mask``."""
+    """Mixed into what holds timm's attention parameters: softmax attention that takes a ``Signal``."""
 
-    def forward(self: Any, x: Tensor, attn_mask: Tensor | Signal | None = None, is_causal: bool = False) -> Tensor:
-        batch, tokens, _ = x.shape
-        signal = (attn_mask if isinstance(attn_mask, Signal) else Signal(mask=attn_mask)).expand()
-        gate = None if self.gate is None else self.gate(x).sigmoid()
-
-        q, k, v = self.qkv(x).reshape(batch, tokens, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
-        q, k = self.q_norm(q), self.k_norm(k)  # [B, h, T, d]
+    def attend(self: Any, q: Tensor, k: Tensor, v: Tensor, signal: Signal | Tensor | None) -> Tensor:
+        """q, k and v [B, h, T, d], normalized if they are to be, to [B, T, h d]; a tensor is a caller's mask."""
+        batch, heads, tokens, width = q.shape
+        signal = (signal if isinstance(signal, Signal) else Signal(mask=signal)).expand()
         if signal.scale != 1.0:
             q = q * signal.scale
         bias = signal.bias
         for contextual in signal.contextual:
             scaled = contextual_bias(contextual, signal.prefix, q * self.scale, k * (self.scale * signal.scale))
             bias = scaled if bias is None else bias + scaled
-        bias = with_mask(bias, signal.mask, is_causal, q)
+        bias = with_mask(bias, signal.mask, signal.causal, q)
 
         rotation, prefix = signal.rotation, signal.prefix
         if rotation is None:
@@ -205,10 +229,7 @@ class PositionedAttention:
             patches = self._attend(rotation(q)[:, :, prefix:].to(v.dtype), rotated_k.to(v.dtype), v, patches_bias)
             before = self._attend(q[:, :, :prefix], k, v, None if bias is None else bias[..., :prefix, :])
             x = torch.cat([before, patches], dim=2)
-
-        x = self.norm(x.transpose(1, 2).reshape(batch, tokens, self.attn_dim))
-        x = x if gate is None else x * gate
-        return self.proj_drop(self.proj(x))
+        return x.transpose(1, 2).reshape(batch, tokens, heads * width)
 
     def _attend(self: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
         """Softmax attention [B, h, queries, d] by the fused kernel or written out, as timm's switch says."""
@@ -218,3 +239,41 @@ class PositionedAttention:
         logits = (q * self.scale) @ k.transpose(-2, -1)
         logits = logits if bias is None else logits + bias
         return self.attn_drop(logits.softmax(dim=-1)) @ v
+
+
+class SelfAttention(PositionedAttention):
+    """Mixed into timm's attention classes: their parameters and options, in their order of operations.
+
+    q, k and v come from one projection ``qkv`` or from three, with a bias in one piece or in three; the norms of
+    q and k, the norm of the output and a gate on it are there or not; key heads may be fewer than query heads.
+    """
+
+    def respond(self: Any, x: Tensor, signal: Signal | Tensor | None) -> Tensor:
+        """Tokens [B, T, D] to what attention adds to them."""
+        gate = None if getattr(self, "gate", None) is None else self.gate(x).sigmoid()
+        q, k, v = self._heads(x)
+        x = self.attend(q, k, v, signal)
+        x = self.norm(x) if hasattr(self, "norm") else x
+        x = x if gate is None else x * gate
+        return self.proj_drop(self.proj(x))
+
+    def _heads(self: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v, [B, h, T, d] each."""
+        batch, tokens, _ = x.shape
+        if self.qkv is not None:
+            fused = self._fused(x).reshape(batch, tokens, 3, self.num_heads, -1)
+            q, k, v = fused.permute(2, 0, 3, 1, 4).unbind(0)
+        else:
+            parts = (projection(x) for projection in (self.q_proj, self.k_proj, self.v_proj))
+            q, k, v = (part.reshape(batch, tokens, -1, self.head_dim).transpose(1, 2) for part in parts)
+        if hasattr(self, "q_norm"):
+            q, k = self.q_norm(q), self.k_norm(k)
+        if k.shape[1] != self.num_heads:  # grouped queries: rotations may differ by query head, so expand before them
+            k, v = (t.repeat_interleave(self.num_heads // t.shape[1], dim=1) for t in (k, v))
+        return q, k, v
+
+    def _fused(self: Any, x: Tensor) -> Tensor:
+        if getattr(self, "q_bias", None) is None:
+            return self.qkv(x)
+        bias = torch.cat([self.q_bias, self.k_bias, self.v_bias])
+        return self.qkv(x) + bias if self.qkv_bias_separate else F.linear(x, self.qkv.weight, bias)

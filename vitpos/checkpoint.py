@@ -20,10 +20,16 @@ from safetensors.torch import save as serialize
 from timm.models import get_model_args
 from torch import nn
 
-from vitpos.backbone import attach, create_model, position_of
-from vitpos.spec import lookup
+from vitpos.backbone import position_of
+from vitpos.hub import backbone_args, timm_name
+from vitpos.names import rebuild
+from vitpos.spec import lookup, shortened
 
 FORMAT = "vitpos/1"
+CARD = {  # what loading needs, and of which type
+    "architecture": str, "model_args": dict, "pos_resolved": str, "versions": dict, "grid": list, "dtype": str,
+    "extra": dict,
+}  # fmt: skip
 
 
 def save(
@@ -41,17 +47,23 @@ def save(
     """
     path = Path(path)
     position = position_of(model)
-    architecture = getattr(model, "pretrained_cfg", {}).get("architecture")
+    architecture = timm_name(model)
     if not architecture:
         raise ValueError("the model was not made by name (vitpos.create_model), so it cannot be rebuilt from a file")
+    if len(model.blocks) != position.geometry.depth:  # type: ignore[arg-type]
+        raise ValueError(
+            f"the model was pruned to {len(model.blocks)} of {position.geometry.depth} blocks, so it cannot be "  # type: ignore[arg-type]
+            "rebuilt by name; save its state_dict() instead"
+        )
     card = {
         "format": FORMAT,
         "architecture": architecture,
-        "model_args": get_model_args(model),
+        "model_args": backbone_args(get_model_args(model)),
         "pos": str(position.spec),
-        "pos_resolved": position.spec.resolved,
+        "pos_resolved": position.resolved,
         "versions": {name: lookup(name).version for name in position.spec.names},
         "grid": list(position.geometry.grid),
+        "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
         "classes": None if classes is None else list(classes),
         "preprocessing": None if preprocessing is None else dict(preprocessing),
         "extra": dict(extra or {}),
@@ -81,9 +93,16 @@ def read_card(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise ValueError(f"{path} is not a readable safetensors file ({error})") from None
     if text is None:
         raise ValueError(f"{path} holds weights but no vitpos card; only files written by vitpos.save can be rebuilt")
-    card = json.loads(text)
-    if card.get("format") != FORMAT:
-        raise ValueError(f"{path} has format {card.get('format')!r}; this version of vitpos reads {FORMAT!r}")
+    try:
+        card = json.loads(text)
+    except ValueError:
+        raise ValueError(f"{path}: its card is not JSON; the file is damaged or was edited") from None
+    found = card.get("format") if isinstance(card, dict) else None
+    if found != FORMAT:
+        raise ValueError(f"{path} has format {found!r}; this version of vitpos reads {FORMAT!r}")
+    for key, kind in CARD.items():
+        if not isinstance(card.get(key), kind):
+            raise ValueError(f"{path}: {key!r} of its card is {card.get(key)!r}; the file is damaged or was edited")
     return card
 
 
@@ -94,24 +113,22 @@ def load(path: str | os.PathLike[str], device: str | torch.device = "cpu") -> nn
     encoding whose numbers have changed since.
     """
     card = read_card(path)
-    for name, version in card["versions"].items():
-        if lookup(name).version != version:
-            raise ValueError(
-                f"{path} was saved with version {version} of {name}; this vitpos has version {lookup(name).version}, "
-                "which gives other numbers"
-            )
-    args = dict(card["model_args"])
-    nominal = args.pop("img_size", None)
-    model: Any = create_model(card["architecture"], pos="none", **args)
-    model.set_input_size(img_size=[g * p for g, p in zip(card["grid"], model.patch_embed.patch_size)])
-    attach(model, card["pos_resolved"])
-    if nominal is not None:
-        model.set_input_size(img_size=tuple(nominal) if isinstance(nominal, (list, tuple)) else nominal)
     try:
+        model: Any = rebuild(
+            card["architecture"],
+            card["pos_resolved"],
+            grid=card["grid"],
+            versions=card["versions"],
+            **card["model_args"],
+        )
+    except (TypeError, ValueError, AssertionError, RuntimeError) as error:
+        raise ValueError(f"cannot rebuild the model of {path}: {error}") from None
+    try:
+        model.to(getattr(torch, card["dtype"]))
         model.load_state_dict(load_file(path))
-    except (RuntimeError, SafetensorError) as error:
-        first = str(error).strip().splitlines()
-        raise ValueError(f"the weights in {path} do not fit their card: {' '.join(first[:2])}") from None
+    except (RuntimeError, SafetensorError, AttributeError) as error:
+        first = " ".join(str(error).strip().splitlines()[:2])
+        raise ValueError(f"the weights in {path} do not fit their card: {shortened(first, 300)}") from None
     if card["preprocessing"]:
         model.pretrained_cfg = dict(
             model.pretrained_cfg,

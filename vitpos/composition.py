@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,15 +16,20 @@ from vitpos.encoding import Encoding, Geometry
 from vitpos.positions import Positions
 from vitpos.spec import Spec, Term, lookup
 
+Held = Mapping[str, Any]  # parameters and modules that timm's own model holds of its encodings, by name
 
-def why_not(first: str, second: str) -> str | None:
-    """The reason why two encodings make no sense together, or None if they combine."""
+
+def why_not(first: str, second: str, native_rotates: bool = False) -> str | None:
+    """The reason why two encodings make no sense together, or None if they combine.
+
+    ``native_rotates``: what ``native`` stands for rotates q and k.
+    """
     if first == second:
         return f"{first} is named twice; each encoding can be used once"
     if "none" in (first, second):
         other = second if first == "none" else first
         return f"none means no position at all, so it combines with nothing; write {other!r}"
-    if all("angles" in lookup(name).sites() for name in (first, second)):
+    if all("angles" in lookup(n).sites() or (n == "native" and native_rotates) for n in (first, second)):
         return (
             f"{first} and {second} both rotate q and k; two rotations of the same channels are one other rotation, "
             "not both: use one"
@@ -32,28 +37,31 @@ def why_not(first: str, second: str) -> str | None:
     return None
 
 
-def check_combination(spec: Spec) -> None:
+def check_combination(spec: Spec, native_rotates: bool = False) -> None:
     """ValueError, with the reason, for encodings that make no sense together."""
     for first, second in itertools.combinations(spec.names, 2):
-        if reason := why_not(first, second):
+        if reason := why_not(first, second, native_rotates):
             raise ValueError(reason)
 
 
 class Position(nn.Module):
     """The encodings of one model: ``shared`` by all layers, and in ``layers`` one set for each block.
 
-    Legend as in ``attention.py``. ``spec`` is what was asked for; the training grid lies in ``geometry``.
+    Legend as in ``attention.py``. ``spec`` is what was asked for; the training grid lies in ``geometry``; ``native``
+    are the classes that ``native`` stands for, where the model holds an encoding in modules of its own.
     """
 
-    def __init__(self, spec: Spec, geometry: Geometry) -> None:
+    def __init__(self, spec: Spec, geometry: Geometry, native: Sequence[type[Encoding]] = ()) -> None:
         super().__init__()
-        check_combination(spec)
+        check_combination(spec, any("angles" in cls.sites() for cls in native))
         self.spec = spec
         self.geometry = geometry
-        self.shared = nn.ModuleDict({t.name: _build(t, geometry) for t in spec.terms if not lookup(t.name).per_layer})
-        own = [t for t in spec.terms if lookup(t.name).per_layer]
+        self.native = tuple(native)
+        chosen = [(t, cls) for t in spec.terms for cls in self._classes(t)]
+        self.shared = nn.ModuleDict({t.name: _build(cls, t, geometry) for t, cls in chosen if not cls.per_layer})
+        own = [(t, cls) for t, cls in chosen if cls.per_layer]
         self.layers = nn.ModuleList(
-            nn.ModuleDict({t.name: _build(t, replace(geometry, layer=layer)) for t in own})
+            nn.ModuleDict({t.name: _build(cls, t, replace(geometry, layer=layer)) for t, cls in own})
             for layer in range(geometry.depth if own else 0)
         )
 
@@ -67,20 +75,28 @@ class Position(nn.Module):
             terms.append(Term(term.name, tuple(found.items())).resolved)
         return " + ".join(terms)
 
+    def _classes(self, term: Term) -> Sequence[type[Encoding]]:
+        return self.native if term.name == "native" and self.native else (lookup(term.name),)
+
     def encodings(self) -> Iterator[Encoding]:
         """All encodings: the shared ones, then layer by layer."""
         for group in (self.shared, *self.layers):
             yield from _encodings(group)
 
-    def tokens(self, pos: Positions, owned: Mapping[str, Tensor]) -> Tensor | None:
-        """What is added to the patch tokens [1 | B, N, D]; ``owned`` holds tables that the model keeps."""
+    def adopt(self, other: Position, names: Iterable[str]) -> None:
+        """Take the encodings of these names, weights and all, from ``other``, which has them too."""
+        for group, before in zip((self.shared, *self.layers), (other.shared, *other.layers)):
+            for name in set(names) & set(group):  # type: ignore[arg-type]
+                group[name] = before[name]  # type: ignore[index]
+
+    def tokens(self, pos: Positions, held: Held) -> Tensor | None:
+        """What is added to the patch tokens [1 | B, N, D]."""
         total = None
         with _full_precision(pos):
             for encoding in _encodings(self.shared):
                 if "tokens" not in encoding.sites():
                     continue
-                own = encoding.model_parameter
-                vectors = encoding.tokens(pos, *([owned[own]] if own else []))
+                vectors = encoding.tokens(pos, *_held(encoding, held))
                 total = vectors if total is None else total + vectors
         return total
 
@@ -91,33 +107,38 @@ class Position(nn.Module):
                 x = torch.cat([x[:, :prefix], encoding.mix(x[:, prefix:], pos)], dim=1)
         return x
 
-    def shared_signal(self, pos: Positions, prefix: int) -> Signal:
+    def shared_signal(self, pos: Positions, prefix: int, held: Held | None = None) -> Signal:
         """The part of the signal that is the same in every layer, expanded once."""
         with _full_precision(pos):
-            return _signal(Signal(prefix=prefix), self.shared, pos).expand()
+            return _signal(Signal(prefix=prefix), self.shared, pos, held or {}).expand()
 
-    def signal(self, layer: int, pos: Positions, shared: Signal) -> Signal:
-        """The signal of one block."""
+    def signal(self, layer: int, pos: Positions, shared: Signal, held: Held | None = None) -> Signal:
+        """The signal of one block; ``held`` is what this block holds."""
+        shared = shared.of_layer(layer)
         if not len(self.layers):
             return shared
         with _full_precision(pos):
-            return _signal(shared, self.layers[layer], pos)
+            return _signal(shared, self.layers[layer], pos, held or {})
 
 
 def _encodings(group: nn.Module) -> Iterator[Encoding]:
     return iter(cast(nn.ModuleDict, group).values())  # type: ignore[arg-type]
 
 
-def _build(term: Term, geometry: Geometry) -> Encoding:
-    return lookup(term.name)(geometry, **dict(term.options))
+def _build(cls: type[Encoding], term: Term, geometry: Geometry) -> Encoding:
+    return cls(geometry, **dict(term.options))
 
 
-def _signal(signal: Signal, encodings: nn.Module, pos: Positions) -> Signal:
+def _held(encoding: Encoding, held: Held) -> list[Any]:
+    return [held[encoding.model_parameter]] if encoding.model_parameter else []
+
+
+def _signal(signal: Signal, encodings: nn.Module, pos: Positions, held: Held) -> Signal:
     for encoding in _encodings(encodings):
         if "angles" in encoding.sites():
-            signal = replace(signal, angles=encoding.angles(pos))
+            signal = replace(signal, angles=encoding.angles(pos, *_held(encoding, held)))
         if "bias" in encoding.sites():
-            signal = replace(signal, biases=(*signal.biases, encoding.bias(pos)))
+            signal = replace(signal, biases=(*signal.biases, encoding.bias(pos, *_held(encoding, held))))
         if "scale" in encoding.sites():
             signal = replace(signal, scale=signal.scale * encoding.scale(pos))
     return signal

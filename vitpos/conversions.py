@@ -19,8 +19,10 @@ from torch import Tensor, nn
 from vitpos import positions
 from vitpos.attention import PositionedAttention
 from vitpos.backbone import position_of
+from vitpos.backbone.parts import Attention
 from vitpos.composition import Position
 from vitpos.encoding import Contextual, Encoding, OffsetBias, OffsetTable
+from vitpos.hub import describe_for_timm
 from vitpos.spec import Spec, Term
 
 Sources = Sequence[Any]  # the encodings of one block that become one
@@ -68,20 +70,22 @@ def convert(model: nn.Module, target: str) -> nn.Module:
             _check_foldable(model, [block[name] for block in every for name in names if name not in old])
         new = Term.build(target, conversion.options(sources[0]))
         terms = [new if t.name == old[0] else t for t in position.spec.terms if t.name not in old[1:]]
-        changed = Position(Spec(tuple(terms)), replace(position.geometry, depth=depth))
-        changed.to(model.patch_embed.proj.weight).train(model.training)  # type: ignore[arg-type, union-attr]
+        changed = Position(Spec(tuple(terms)), replace(position.geometry, depth=depth), position.native)
+        changed.to(next(model.blocks.parameters())).train(model.training)  # type: ignore[union-attr]
         for layer, source in enumerate(sources):
+            fresh: Any = changed.layers[layer][target]  # type: ignore[index]
+            if fresh.default_resize == source[0].default_resize:
+                fresh.resize = source[0].resize  # which may have been switched
             for name, value in conversion.weights(source).items():
-                own = getattr(changed.layers[layer][target], name)  # type: ignore[index]
+                own = getattr(fresh, name)
                 if own is not None:  # weights of prefix tokens, which the model may not have
                     own.copy_(value)
-    for group, before in zip((changed.shared, *changed.layers), (position.shared, *position.layers)):
-        for name in set(group) & set(before) - {target}:  # type: ignore[arg-type]
-            group[name] = before[name]  # type: ignore[index]
+    changed.adopt(position, set(names) - {*old, target})
     for block, basis in zip(model.blocks, bases):  # type: ignore[arg-type]
         if basis is not None:
             _fold(block, basis)
     model.position = changed
+    describe_for_timm(model)
     return model
 
 
@@ -90,8 +94,11 @@ def _in_block(position: Position, layer: int) -> dict[str, Any]:
 
 
 def _check_foldable(model: nn.Module, others: Sources) -> None:
-    """ValueError if something else than the logits sees q or k after their weights."""
-    if any(not isinstance(m.q_norm, nn.Identity) for m in model.modules() if isinstance(m, PositionedAttention)):
+    """ValueError if q and k have no weights in one piece, or something else than the logits sees what these give."""
+    attentions: list[Any] = [m for m in model.modules() if isinstance(m, PositionedAttention)]
+    if other := {type(m).__name__ for m in attentions if type(m) is not Attention}:
+        raise ValueError(f"the basis of string folds into q and k of timm's Attention only, not of {', '.join(other)}")
+    if any(not isinstance(m.q_norm, nn.Identity) for m in attentions):
         raise ValueError("the basis of string does not fold into q and k: the model normalizes them in between")
     for encoding in others:
         if "bias" in encoding.sites() and isinstance(encoding.bias(_training_grid(encoding)), Contextual):
@@ -117,7 +124,7 @@ def _training_grid(encoding: Encoding) -> positions.Positions:
 def _mixed_options(sources: Sources) -> dict[str, Any]:
     (rotary,) = sources
     wrap = getattr(rotary, "wrap", False)
-    return {"resize": rotary.resize, "free_prefix": rotary.free_prefix, "wrap": wrap}
+    return {"resize": rotary.default_resize, "free_prefix": rotary.free_prefix, "wrap": wrap}
 
 
 def _mixed_weights(sources: Sources) -> dict[str, Tensor]:

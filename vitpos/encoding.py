@@ -76,6 +76,19 @@ class SeparableAngles:
 
 
 @dataclass(frozen=True)
+class Turns:
+    """Rotations of channel pairs by tables ``cos`` and ``sin`` [1 | B, 1 | h, N, d/2]; ``layout`` as in ``Angles``.
+
+    With ``by_layer`` a first axis counts the layers, each of which takes its own part.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    layout: Layout = "interleaved"
+    by_layer: bool = False
+
+
+@dataclass(frozen=True)
 class Rotations:
     """Rotations by blocks of b adjacent channels: ``matrix`` [1 | B, 1 | h, N, d/b, b, b]; ``x`` becomes matrix @ x."""
 
@@ -117,7 +130,7 @@ class Contextual:
     on_k: Tensor | None = None
 
 
-AnyAngles = Angles | SeparableAngles | Rotations
+AnyAngles = Angles | SeparableAngles | Turns | Rotations
 Bias = OffsetTable | PairBias | Contextual
 
 LAWS = {
@@ -145,7 +158,7 @@ class Encoding(nn.Module):
     variants: ClassVar[dict[str, frozenset[str]]] = {}
     per_layer: ClassVar[bool] = False
     version: ClassVar[int] = 1
-    model_parameter: ClassVar[str | None] = None  # a parameter that timm's own model holds, passed to ``tokens``
+    model_parameter: ClassVar[str | None] = None  # what timm's own model holds of it, passed to its sites
 
     def __init__(self, geometry: Geometry, *, resize: str | None = None) -> None:
         super().__init__()
@@ -286,17 +299,22 @@ class OffsetBias(Encoding):
         return offset
 
     def bias(self, pos: Positions) -> Bias:
-        if not pos.cells:
-            return PairBias(self.at(_between(pos.coords), pos.extent).transpose(0, 1), self.prefix_bias())
-        height, width = pos.extent
-        like = pos.coords
-        y = torch.arange(1 - height, height, device=like.device, dtype=like.dtype)
-        x = torch.arange(1 - width, width, device=like.device, dtype=like.dtype)
-        table = self.at(torch.stack(torch.meshgrid(y, x, indexing="ij"), dim=-1), pos.extent)  # [1 | h, 2H-1, 2W-1]
-        if pos.full:
-            return OffsetTable(table, self.prefix_bias())
-        i, j = (_between(pos.coords).long() + torch.tensor([height - 1, width - 1], device=like.device)).unbind(-1)
-        return PairBias(table[:, i, j].transpose(0, 1), self.prefix_bias())
+        return offset_bias(self.at, pos, self.prefix_bias())
+
+
+def offset_bias(at: Callable[[Tensor, Extent], Tensor], pos: Positions, prefix: Tensor | None) -> Bias:
+    """The bias with the value ``at(offset, extent)``, as ``OffsetBias.at``, for each offset."""
+    if not pos.cells:
+        return PairBias(at(_between(pos.coords), pos.extent).transpose(0, 1), prefix)
+    height, width = pos.extent
+    like = pos.coords
+    y = torch.arange(1 - height, height, device=like.device, dtype=like.dtype)
+    x = torch.arange(1 - width, width, device=like.device, dtype=like.dtype)
+    table = at(torch.stack(torch.meshgrid(y, x, indexing="ij"), dim=-1), pos.extent)  # [1 | h, 2H-1, 2W-1]
+    if pos.full:
+        return OffsetTable(table, prefix)
+    i, j = (_between(pos.coords).long() + torch.tensor([height - 1, width - 1], device=like.device)).unbind(-1)
+    return PairBias(table[:, i, j].transpose(0, 1), prefix)
 
 
 def _between(coords: Tensor) -> Tensor:

@@ -181,7 +181,12 @@ def draw(text: str, extent: Extent) -> Figure:
     for axes, (title, values) in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown):
         axes.set_facecolor("0.7")
         low, high = values[values.isfinite()].aminmax()
-        image = axes.imshow(values.masked_fill(~values.isfinite(), float("nan")), vmin=low, vmax=high, cmap="viridis")
+        image = axes.imshow(
+            values.masked_fill(~values.isfinite(), float("nan")).numpy(),
+            vmin=float(low),
+            vmax=float(high),
+            cmap="viridis",
+        )
         axes.plot(extent[1] // 2, extent[0] // 2, "w+", markersize=7)
         axes.set_title(title, fontsize=8)
         axes.set_xticks([])

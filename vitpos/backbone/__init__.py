@@ -1,0 +1,34 @@
+"""timm's vision transformers with a position encoding that can be exchanged: the only package that reaches into timm.
+
+An existing model becomes vitpos's by changing the class of the model, of its patch embedding and of its
+attentions, in place, to real subclasses defined here. Parameters, options and names stay timm's.
+
+``parts``: patch embeddings and attentions; ``native``: encodings that timm's own modules hold; ``models``: the one
+block loop and what the model classes differ in; ``attaching``: from a timm model to one with an encoding;
+``resizing``: the policies of a model's encodings.
+"""
+
+from vitpos.backbone.attaching import attach, create_model
+from vitpos.backbone.models import (
+    Beit,
+    Eva,
+    PositionMixin,
+    VisionTransformer,
+    VisionTransformerDistilled,
+    VisionTransformerRelPos,
+)
+from vitpos.backbone.resizing import position_of, resize_policy, set_resize
+
+__all__ = [
+    "Beit",
+    "Eva",
+    "PositionMixin",
+    "VisionTransformer",
+    "VisionTransformerDistilled",
+    "VisionTransformerRelPos",
+    "attach",
+    "create_model",
+    "position_of",
+    "resize_policy",
+    "set_resize",
+]

@@ -1,0 +1,197 @@
+"""From a timm model to one with a position encoding: by name, or in place."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import timm
+import torch
+from timm.layers import PatchDropoutWithIndices
+from torch import Tensor, nn
+
+from vitpos import positions
+from vitpos.backbone.models import BLOCKS, MODELS
+from vitpos.backbone.native import OWN, ROTARY
+from vitpos.backbone.parts import PARTS, PATCH_EMBEDS, attentions_of, not_a_multiple
+from vitpos.composition import Position
+from vitpos.encoding import Geometry
+from vitpos.hub import describe_for_timm
+from vitpos.spec import Spec, Term, lookup, parse, shortened
+
+WHY_NOT = {  # classes of timm whose refusal has a better reason than being unknown
+    "DiffAttention": "it subtracts two softmaxes, and no encoding says what the logits of each should get",
+    "DiffParallelScalingBlock": "it subtracts two softmaxes, and no encoding says what the logits of each should get",
+    "VisionTransformerSAM": "its blocks attend within windows and add decomposed biases of their own",
+    "SwinTransformer": "its blocks attend within shifted windows, whose grid is not that of the image",
+    "SwinTransformerV2": "its blocks attend within shifted windows, whose grid is not that of the image",
+    "NaFlexVit": "it takes patches of several images in one sequence, with coordinates and masks of its own",
+}
+
+
+def create_model(
+    name: str, pos: str | Spec = "native", *, encoding_seed: int | None = None, **kwargs: Any
+) -> nn.Module:
+    """A timm model of this name with the position encoding ``pos``.
+
+    ``kwargs`` are those of ``timm.create_model``. The backbone draws its weights as timm does, whatever the
+    encoding; the encoding draws after it, from ``encoding_seed`` if given (the global random state is then
+    untouched by it).
+
+    Raises ValueError for an unknown model, encoding or option, an image size that is no multiple of the patch
+    size, a width that the encoding cannot serve; TypeError for a model or option of a kind that is not served.
+    """
+    spec = parse(pos)
+    if not isinstance(name, str) or not timm.is_model(name):
+        if not isinstance(name, str):
+            raise TypeError(f"the name of a timm model is a string, got {type(name).__name__} {name!r}")
+        if not name.startswith(("hf-hub:", "hf_hub:", "local-dir:")):
+            near = difflib.get_close_matches(name.split(".")[0], timm.list_models(), n=3, cutoff=0.6)
+            hint = f"did you mean {' or '.join(near)}?" if near else "timm.list_models('vit*') lists them"
+            raise ValueError(f"unknown timm model {shortened(name)!r}; {hint}")
+    trained = bool(kwargs.get("pretrained") or kwargs.get("checkpoint_path"))
+    if kwargs.get("weight_init") == "skip" and not trained:
+        raise ValueError("weight_init='skip' leaves pos_embed and tokens uninitialized; use 'reset' for PyTorch's own")
+    model = timm.create_model(name, **kwargs)
+    target: Any = model if type(model) in MODELS else getattr(model, "model", model)  # features_only wraps it
+    if kwargs.get("img_size") is not None and not kwargs.get("dynamic_img_pad") and type(target) in MODELS:
+        size, step = target.patch_embed.img_size, target.patch_embed.feat_ratio(as_scalar=False)
+        if any(side % s for side, s in zip(size, step)):
+            raise ValueError(not_a_multiple(size, step))
+    with torch.random.fork_rng(enabled=encoding_seed is not None):
+        if encoding_seed is not None:
+            torch.manual_seed(encoding_seed)
+        _attach(target, spec, trained=trained)
+    return model
+
+
+def attach(model: nn.Module, pos: str | Spec) -> nn.Module:
+    """Exchange the position encoding of a timm vision transformer, in place, and return the model.
+
+    ``native`` keeps what the model has and changes no logit at its own size; what else it has of its own (an
+    absolute table, rotary tables, biases) goes away unless ``pos`` names it. An absolute table that goes first
+    leaves its rows for class and register tokens in those tokens. ``ape1d`` keeps the model's table.
+
+    Raises TypeError for a model of a kind that is not served, with the class that is in the way and why; ValueError
+    for a spec that makes no sense or does not fit the model. Nothing is then changed.
+    """
+    _attach(model, parse(pos), trained=True)
+    return model
+
+
+def _attach(model: Any, spec: Spec, trained: bool) -> None:
+    _check_served(model)
+    kept = getattr(model, "position", None) if "native" in spec.names else None  # with its weights
+    kind: Any = MODELS.get(type(model), type(model))
+    own = [OWN[name] for name in (*kind.own(model), *kind.own_of(model, model.blocks[0]))]
+    spec = _resolve_native(model, spec, own=bool(own))
+    attention = attentions_of(model.blocks[0])[0]
+    geometry = Geometry(
+        dim=model.embed_dim,
+        heads=attention.num_heads,
+        head_dim=getattr(attention, "head_dim", model.embed_dim // attention.num_heads),
+        depth=len(model.blocks),
+        grid=_training_grid(model, own=bool(own)) if kept is None else kept.geometry.grid,
+        prefix=model.num_prefix_tokens,
+    )
+    weight = next(model.blocks.parameters())
+    with weight.device:
+        position = Position(spec, geometry, own).to(weight.dtype)  # may refuse: the model is still as it was
+
+    if kept is not None:
+        position.adopt(kept, set(kept.spec.names) & set(position.spec.names))
+    for module in model.modules():
+        module.__class__ = PARTS.get(type(module), type(module))
+        if isinstance(module, PatchDropoutWithIndices):
+            module.num_prefix_tokens = model.num_prefix_tokens  # (timm's distilled model leaves it at 1 of 2)
+    model.__class__ = kind
+    _move_table(model, position, trained or kept is not None)
+    if "native" not in spec.names:
+        model.drop_own()
+    model.position = position
+    model.position.train(model.training)
+    describe_for_timm(model)
+
+
+def _training_grid(model: Any, own: bool) -> positions.Extent:
+    """The grid that the model's tables were made for; without any, the model's nominal grid."""
+    if hasattr(model, "position") and (own or model.pos_embed is not None):
+        return model.position.geometry.grid
+    return tuple(model.patch_embed.grid_size)
+
+
+def _check_served(model: Any) -> None:
+    def refuse(module: Any, why: str) -> NoReturn:
+        cls = type(module)
+        why = WHY_NOT.get(cls.__name__, why)
+        raise TypeError(f"cannot attach an encoding to {cls.__module__}.{cls.__name__}: {why}")
+
+    if type(model) not in (*MODELS, *MODELS.values()):
+        refuse(model, f"served are timm's {_listed(MODELS)}")
+    if type(model.patch_embed) not in PATCH_EMBEDS:
+        refuse(model.patch_embed, "the patch embedding must be timm's PatchEmbed or HybridEmbed")
+    for block in model.blocks:
+        if type(block) not in (*BLOCKS, *PARTS.values()):
+            refuse(block, f"blocks must be one of timm's {_listed(BLOCKS)}")
+        if not attentions_of(block):
+            attention = getattr(block, "attn", None)
+            refuse(block if attention is None else attention, f"attention must be one of timm's {_listed(PARTS)}")
+    if getattr(model, "rope", None) is not None and type(model.rope) not in ROTARY:
+        refuse(model.rope, f"rotary tables must be one of timm's {_listed(ROTARY)}")
+
+
+def _listed(classes: Any) -> str:
+    return ", ".join(dict.fromkeys(cls.__name__ for cls in classes))
+
+
+def _resolve_native(model: Any, spec: Spec, own: bool) -> Spec:
+    """``native`` spelled out: what the model has now. It stays a term where the model holds an encoding itself."""
+    if "native" not in spec.names:
+        return spec
+    found: Sequence[Term]
+    if hasattr(model, "position"):
+        found = model.position.spec.terms
+    else:
+        names = ["ape1d"] * (getattr(model, "pos_embed", None) is not None) + ["native"] * own
+        found = [Term.build(name, {}) for name in names or ["none"]]
+    terms = [t for term in spec.terms for t in (found if term.name == "native" else (term,))]
+    terms = [t for i, t in enumerate(terms) if not (t in found and t in terms[:i])]  # "ape1d + native" names it twice
+    if len(terms) > 1:
+        terms = [t for t in terms if t.name != "none"]
+    return parse(" + ".join(map(str, terms)))
+
+
+def _move_table(model: Any, position: Position, trained: bool) -> None:
+    """Give the model's ``pos_embed`` to ``ape1d``, or take it away; or make one where there was none.
+
+    Before a table goes away its rows for prefix tokens move into those tokens. In a new model they do so even if
+    it stays, so that class and register tokens start alike, bit for bit, whatever the encoding.
+    """
+    table = getattr(model, "pos_embed", None)
+    rows = model.prefix_rows
+    stays = "ape1d" in position.shared
+    if table is not None and rows and not (trained and stays):
+        _fold_prefix(model, table[:, :rows])
+    if not stays:
+        model.pos_embed = None
+        return
+    encoding: Any = position.shared["ape1d"]
+    if table is None:
+        before = encoding.table.new_zeros(1, rows, encoding.table.shape[-1])
+        model.pos_embed = nn.Parameter(torch.cat([before, encoding.table.data], dim=1))
+    elif not trained:
+        timm_std = lookup("ape1d")(encoding.geometry).std
+        with torch.no_grad():
+            table[:, rows:].mul_(encoding.std / timm_std)
+    encoding.table = None
+
+
+def _fold_prefix(model: Any, rows: Tensor) -> None:
+    """Move the table's rows [1, P, D] into the prefix tokens they are added to."""
+    with torch.no_grad():
+        start = 0
+        for token in model.prefix_tokens():
+            token.add_(rows[:, start : start + token.shape[1]])
+            start += token.shape[1]
+        rows.zero_()
