@@ -40,7 +40,8 @@ class Images(Protocol):
 def _patch_of(model: nn.Module) -> tuple[tuple[int, int], str]:
     """The model's token grid in pixels (h, w), and where that number comes from."""
     embed = getattr(model, "patch_embed", None)
-    size = getattr(embed, "patch_size", None)
+    ratio = getattr(embed, "feat_ratio", None)  # of a hybrid the whole stem's stride, not its last convolution's
+    size = ratio(as_scalar=False) if ratio is not None else getattr(embed, "patch_size", None)
     if size is not None:
         h, w = (size, size) if isinstance(size, int) else size
         return (int(h), int(w)), "patch embedding"
