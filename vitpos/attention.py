@@ -144,14 +144,13 @@ def expand_angles(angles: AnyAngles, prefix: int) -> PairRotation | BlockRotatio
 
 
 def expand_bias(bias: OffsetTable | PairBias, prefix: int) -> Tensor:
-    """The bias of all token pairs [1 | B, 1 | h, T, T]; an offset table is read without an index tensor."""
+    """The bias of all token pairs [1 | B, 1 | h, T, T]; an offset table is read axis by axis, so that no index is N x N."""
     if isinstance(bias, OffsetTable):
         heads, rows, columns = bias.values.shape
         height, width = (rows + 1) // 2, (columns + 1) // 2
-        # Window (a, b) of the table holds at (k, l) the offset (a + k, b + l) - (H-1, W-1). Read backwards along
-        # k and l, that is (a - k', b - l') for the key (k', l'): query minus key.
-        windows = bias.values.unfold(1, height, 1).unfold(2, width, 1)  # [1 | h, H, W, H, W]
-        dense = windows.flip(-2, -1).reshape(1, heads, height * width, height * width)
+        table = bias.values.index_select(1, _gaps(height, bias.values)).index_select(2, _gaps(width, bias.values))
+        dense = table.unflatten(2, (width, width)).unflatten(1, (height, height)).transpose(2, 3)  # [1 | h, H, W, H, W]
+        dense = dense.reshape(1, heads, height * width, height * width)
     else:
         dense = bias.values
     if not prefix:
@@ -167,6 +166,12 @@ def expand_bias(bias: OffsetTable | PairBias, prefix: int) -> Tensor:
     )
     right = torch.cat([from_prefix.expand(batch, heads, prefix, count), dense], dim=2)
     return torch.cat([left, right], dim=3)
+
+
+def _gaps(side: int, like: Tensor) -> Tensor:
+    """Where in the 2 S - 1 entries of an axis each query minus key lies: [S S]. (``unfold`` compiles anew for each S.)"""
+    at = torch.arange(side, device=like.device)
+    return (at.unsqueeze(1) - at + (side - 1)).flatten()
 
 
 def contextual_bias(bias: Contextual, prefix: int, q: Tensor, k: Tensor) -> Tensor:
