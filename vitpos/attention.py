@@ -92,7 +92,7 @@ class Signal:
     contextual: tuple[Contextual, ...] = ()
     rotation: PairRotation | BlockRotation | None = None
     bias: Tensor | None = None
-    scale: float = 1.0
+    scale: float | Tensor = 1.0
     mask: Tensor | None = None
     causal: bool = False
 
@@ -121,8 +121,9 @@ class Signal:
     @property
     def empty(self) -> bool:
         """Whether there is nothing to tell."""
-        nothing = self.angles is None and self.rotation is None and self.bias is None and self.mask is None
-        return nothing and len(self.biases) + len(self.contextual) == 0 and not self.causal and self.scale == 1.0
+        parts = (self.angles, self.rotation, self.bias, self.mask)
+        nothing = all(part is None for part in parts) and len(self.biases) + len(self.contextual) == 0
+        return nothing and not self.causal and not isinstance(self.scale, Tensor) and self.scale == 1.0
 
 
 def expand_angles(angles: AnyAngles, prefix: int) -> PairRotation | BlockRotation:
@@ -212,7 +213,7 @@ class PositionedAttention:
         """q, k and v [B, h, T, d], normalized if they are to be, to [B, T, h d]; a tensor is a caller's mask."""
         batch, heads, tokens, width = q.shape
         signal = (signal if isinstance(signal, Signal) else Signal(mask=signal)).expand()
-        if signal.scale != 1.0:
+        if isinstance(signal.scale, Tensor) or signal.scale != 1.0:
             q = q * signal.scale
         bias = signal.bias
         for contextual in signal.contextual:

@@ -27,7 +27,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from vitpos.positions import Extent, Positions, into, scale
+from vitpos.positions import Extent, Positions, into, scale, vector
 from vitpos.spec import Option, lookup, options
 
 Layout = Literal["interleaved", "half"]
@@ -189,7 +189,7 @@ class Encoding(nn.Module):
         """What is added to the attention logits."""
         raise TypeError(f"{self.name} has no attention bias")
 
-    def scale(self, pos: Positions) -> float:
+    def scale(self, pos: Positions) -> float | Tensor:
         """The factor on the logits of q and k, beside 1 / sqrt(d)."""
         raise TypeError(f"{self.name} does not scale the logits")
 
@@ -291,11 +291,11 @@ class OffsetBias(Encoding):
     def placed_offset(self, offset: Tensor, extent: Extent) -> Tensor:
         """Offsets [..., 2] reduced if they wrap, under the resize policy in force."""
         if self.wrap:
-            side = offset.new_tensor(extent)
+            side = vector(extent, offset)
             half = side.div(2, rounding_mode="floor")
             offset = offset - side * ((offset + half) / side).floor()
         if self.resize == "interpolate":
-            offset = offset * offset.new_tensor(scale(extent, self.geometry.grid))
+            offset = offset * vector(scale(extent, self.geometry.grid), offset)
         return offset
 
     def bias(self, pos: Positions) -> Bias:

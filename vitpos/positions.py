@@ -7,11 +7,14 @@ Legend: B batch, N patches, H rows, W columns, D channels.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 Extent = tuple[int, int]
 
@@ -72,6 +75,22 @@ def scale(extent: Extent, reference: Extent) -> tuple[float, float]:
     return reference[0] / extent[0], reference[1] / extent[1]
 
 
+def vector(values: Sequence[Any], like: Tensor) -> Tensor:
+    """Numbers [n] as a tensor of the dtype and on the device of ``like``.
+
+    ``new_tensor`` would write sizes that a compiled, exported or traced graph keeps open into it as constants.
+    """
+    if not (torch.compiler.is_compiling() or torch.jit.is_tracing()):
+        return like.new_tensor(values)
+    kind: Any = {"dtype": like.dtype, "device": like.device}
+    return torch.stack([v.to(**kind) if isinstance(v, Tensor) else torch.scalar_tensor(v, **kind) for v in values])
+
+
+def surely_equal(extent: Extent, other: Extent) -> bool:
+    """Whether two extents are equal; False where that would tie a compiled, exported or traced graph to one size."""
+    return not torch.jit.is_tracing() and all(statically_known_true(a == b) for a, b in zip(extent, other))
+
+
 def into(coords: Tensor, extent: Extent, reference: Extent) -> Tensor:
     """Map coordinates [..., 2] on ``extent`` to the same place of the image on the ``reference`` grid.
 
@@ -80,7 +99,7 @@ def into(coords: Tensor, extent: Extent, reference: Extent) -> Tensor:
     >>> into(torch.tensor([[0.0, 0.0], [3.0, 1.0]]), extent=(4, 2), reference=(2, 2)).tolist()
     [[-0.25, 0.0], [1.25, 1.0]]
     """
-    factor = coords.new_tensor(scale(extent, reference))
+    factor = vector(scale(extent, reference), coords)
     return (coords + 0.5) * factor - 0.5
 
 
@@ -121,7 +140,7 @@ def augment(
         drawn = 2 * torch.rand(*shape, generator=generator, device=device, dtype=coords.dtype) - 1
         return drawn.to(coords.device)
 
-    side = coords.new_tensor(pos.extent)
+    side = vector(pos.extent, coords)
     unit = 2 * (coords + 0.5) / side - 1
     unit = unit + shift * uniform(samples, 1, 2)
     unit = unit * (math.log(stretch) * uniform(samples, 1, 2)).exp()
@@ -162,7 +181,7 @@ def sample_plane(table: Tensor, at: Tensor) -> Tensor:
 
 def resample_plane(table: Tensor, extent: Extent) -> Tensor:
     """A learned table [H, W, D] resampled to ``extent``: bicubic with antialiasing, as timm does, in float32."""
-    if tuple(table.shape[:2]) == tuple(extent):
+    if surely_equal((table.shape[0], table.shape[1]), extent):
         return table
     image = table.permute(2, 0, 1).unsqueeze(0)  # [1, D, H, W]
     image = image if image.dtype == torch.float64 else image.float()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from vitpos.encoding import Geometry, LinearRotary, require_at_least
-from vitpos.positions import Extent, Positions, scale
+from vitpos.positions import Extent, Positions, scale, vector
 from vitpos.spec import nearest
 
 Resize = Literal["extrapolate", "interpolate", "ntk"]
@@ -38,9 +38,11 @@ def stretch(encoding: LinearRotary, pos: Positions, count: int) -> Tensor:
     Under ``ntk`` frequency k gets s^(-k/(count - 1)), s the side of the grid in units of the training side: the
     highest stays, the lowest is what scaling the coordinates would make it. Other policies leave all as they are.
     """
-    power = 1.0 / max(count - 1, 1) if encoding.resize == "ntk" else 0.0
-    factors = [[step ** (k * power) for k in range(count)] for step in scale(pos.extent, encoding.geometry.grid)]
-    return pos.coords.new_tensor(factors)
+    if encoding.resize != "ntk":
+        return pos.coords.new_ones(2, count)
+    power = 1.0 / max(count - 1, 1)
+    factors = [step ** (k * power) for step in scale(pos.extent, encoding.geometry.grid) for k in range(count)]
+    return vector(factors, pos.coords).view(2, count)
 
 
 def ladder(pairs: int, side: int) -> list[int]:
@@ -55,7 +57,7 @@ def ladder(pairs: int, side: int) -> list[int]:
 
 def radians(cycles: Tensor, extent: Extent) -> Tensor:
     """Cycles [..., (y, x)] around the sides of ``extent`` as radians a patch."""
-    return 2 * math.pi * cycles / cycles.new_tensor(extent)
+    return 2 * math.pi * cycles / vector(extent, cycles)
 
 
 class PatchRotary(LinearRotary):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from vitpos.encoding import Encoding, Geometry, require_at_least
-from vitpos.positions import Positions, into, sample_line, scale
+from vitpos.positions import Positions, into, sample_line, scale, vector
 from vitpos.spec import register
 
 
@@ -62,5 +62,5 @@ class Ape2d(Encoding):
         if self.mode == "absolute":
             at = into(pos.coords, pos.extent, self.geometry.grid)
         else:
-            at = pos.coords * pos.coords.new_tensor(scale(pos.extent, self.geometry.grid))
+            at = pos.coords * vector(scale(pos.extent, self.geometry.grid), pos.coords)
         return sample_line(self.rows, at[..., 0]) + sample_line(self.columns, at[..., 1])

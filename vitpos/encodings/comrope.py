@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from vitpos.encoding import NO_PREFIX, Geometry, Rotary, Rotations
 from vitpos.encodings._rotary import block_width
-from vitpos.positions import Positions
+from vitpos.positions import Positions, vector
 from vitpos.spec import register
 
 
@@ -66,7 +66,7 @@ class ComRope(Rotary):
             nn.init.normal_(parameter)
 
     def placed(self, pos: Positions) -> Tensor:
-        return (pos.coords + 0.5) / pos.coords.new_tensor(pos.extent)
+        return (pos.coords + 0.5) / vector(pos.extent, pos.coords)
 
     def angles(self, pos: Positions) -> Rotations:
         weight = self.weight.to(pos.coords.dtype)

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitpos.encoding import Encoding, Geometry, require_at_least
-from vitpos.positions import Extent, Positions
+from vitpos.positions import Extent, Positions, vector
 from vitpos.spec import register
 
 
@@ -108,7 +108,7 @@ class ConditionalEncoding(Encoding):
                 f"{self.name} convolves a grid of patches, so coordinates must be whole numbers; "
                 f"got {pos.coords[off][0].item()}"
             )
-        side = pos.coords.new_tensor(pos.extent)
+        side = vector(pos.extent, pos.coords)
         low, high = pos.coords.amin(1, keepdim=True), pos.coords.amax(1, keepdim=True)
         span = (high - low).amax((0, 1)) + 1
         if (span > side).any():

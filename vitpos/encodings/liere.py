@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from vitpos.encoding import Geometry, Rotary, Rotations
 from vitpos.encodings._rotary import block_width, skew
-from vitpos.positions import Positions
+from vitpos.positions import Positions, vector
 from vitpos.spec import register
 
 
@@ -60,7 +60,7 @@ class Liere(Rotary):
             steps = [side / (trained * max(side - 1, 1)) for side, trained in zip(pos.extent, self.geometry.grid)]
         else:
             steps = [1 / max(trained - 1, 1) for trained in self.geometry.grid]
-        return super().placed(pos) * pos.coords.new_tensor(steps)
+        return super().placed(pos) * vector(steps, pos.coords)
 
     def angles(self, pos: Positions) -> Rotations:
         y, x = self.placed(pos)[:, None, :, None, None, None].unbind(-1)  # each [1 | B, 1, N, 1, 1, 1]

@@ -2,8 +2,11 @@
 
 import math
 
+import torch
+from torch import Tensor
+
 from vitpos.encoding import LAWS, Encoding, Geometry
-from vitpos.positions import Positions
+from vitpos.positions import Positions, vector
 from vitpos.spec import register
 
 
@@ -29,6 +32,9 @@ class LogN(Encoding):
     def __init__(self, geometry: Geometry) -> None:
         super().__init__(geometry)
 
-    def scale(self, pos: Positions) -> float:
-        trained = self.geometry.grid[0] * self.geometry.grid[1]
-        return math.log(max(pos.coords.shape[1], 2)) / math.log(max(trained, 2))
+    def scale(self, pos: Positions) -> float | Tensor:
+        trained = math.log(max(self.geometry.grid[0] * self.geometry.grid[1], 2))
+        count = pos.coords.shape[1]
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():  # a graph for any number of patches
+            return vector([count], pos.coords.double())[0].clamp(min=2).log() / trained
+        return math.log(max(count, 2)) / trained

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from vitpos.encoding import NO_PREFIX, Geometry
 from vitpos.encodings._rotary import PatchRotary, Resize, axial, bands, ladder, radians, stretch
-from vitpos.positions import Positions
+from vitpos.positions import Positions, vector
 from vitpos.spec import register
 
 
@@ -62,5 +62,5 @@ class RopeAxial(PatchRotary):
             f_y, f_x = pos.coords.new_tensor(bands(self.theta, quarter)) * stretch(self, pos, quarter)
             return axial(f_y, f_x)
         sides = self.geometry.grid if self.resize == "interpolate" else pos.extent
-        cycles_y, cycles_x = pos.coords.new_tensor([ladder(quarter, side) for side in sides])
+        cycles_y, cycles_x = (vector(ladder(quarter, side), pos.coords) for side in sides)
         return radians(axial(cycles_y, cycles_x), pos.extent)

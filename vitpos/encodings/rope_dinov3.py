@@ -7,7 +7,7 @@ from torch import Tensor
 
 from vitpos.encoding import NO_PREFIX, Geometry, LinearRotary, require_at_least
 from vitpos.encodings._rotary import axial, bands
-from vitpos.positions import Positions
+from vitpos.positions import Positions, vector
 from vitpos.spec import register
 
 
@@ -55,9 +55,9 @@ class RopeDinov3(LinearRotary):
         self.normalize = normalize
 
     def placed(self, pos: Positions) -> Tensor:
-        height, width = pos.extent
-        sides = {"separate": (height, width), "min": (min(pos.extent),) * 2, "max": (max(pos.extent),) * 2}
-        return 2 * (pos.coords + 0.5) / pos.coords.new_tensor(sides[self.normalize]) - 1
+        sides = vector(pos.extent, pos.coords)
+        sides = {"separate": sides, "min": sides.amin(), "max": sides.amax()}[self.normalize]
+        return 2 * (pos.coords + 0.5) / sides - 1
 
     def frequencies(self, pos: Positions) -> Tensor:
         f = 2 * math.pi * pos.coords.new_tensor(bands(self.base, self.geometry.head_dim // 4))

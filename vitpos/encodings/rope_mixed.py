@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from vitpos.encoding import NO_PREFIX, Geometry
 from vitpos.encodings._rotary import PatchRotary, Resize, bands, radians, stretch
-from vitpos.positions import Positions
+from vitpos.positions import Positions, vector
 from vitpos.spec import register
 
 
@@ -76,5 +76,5 @@ class RopeMixed(PatchRotary):
             return self.weight.to(pos.coords.dtype) * factors
         cycles = self.weight.to(pos.coords.dtype)
         if self.resize == "extrapolate":
-            cycles = cycles * cycles.new_tensor(pos.extent) / cycles.new_tensor(self.geometry.grid)
+            cycles = cycles * vector(pos.extent, cycles) / cycles.new_tensor(self.geometry.grid)
         return radians(cycles + (cycles.round() - cycles).detach(), pos.extent)

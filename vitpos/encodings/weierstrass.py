@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitpos.encoding import Encoding, Geometry, require_at_least
-from vitpos.positions import Positions
+from vitpos.positions import Positions, vector
 from vitpos.spec import register
 
 HALF_PERIOD = 2.62205755429212  # Gamma(1/4)^2 / (2 sqrt(2 pi))
@@ -84,7 +84,7 @@ class Weierstrass(Encoding):
         self.norm.reset_parameters()
 
     def tokens(self, pos: Positions) -> Tensor:
-        v, u = ((pos.coords + 0.5) / pos.coords.new_tensor(pos.extent)).unbind(-1)  # each [1 | B, N]
+        v, u = ((pos.coords + 0.5) / vector(pos.extent, pos.coords)).unbind(-1)  # each [1 | B, N]
         w3 = F.softplus(self.aspect).clamp(0.02, 8.0)
         features = elliptic(0.8 * HALF_PERIOD * u, 0.8 * w3 * v).clamp(-1e4, 1e4)
         return self.gain * self.norm(self.project(torch.tanh(self.log_alpha.exp() * features)))
