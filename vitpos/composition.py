@@ -89,6 +89,15 @@ class Position(nn.Module):
             for name in set(names) & set(group):  # type: ignore[arg-type]
                 group[name] = before[name]  # type: ignore[index]
 
+    def forward(self, what: str, *given: Any) -> Any:
+        """One of the methods below, by name: a call of the module, which tools that follow calls take as one step."""
+        return getattr(self, what)(*given)
+
+    def add_tokens(self, x: Tensor, pos: Positions, held: Held, dtype: torch.dtype) -> Tensor:
+        """The patch tokens [B, N, D] with what encodings add to them in ``dtype``."""
+        vectors = self.tokens(pos, held)
+        return x if vectors is None else x + vectors.to(dtype)
+
     def tokens(self, pos: Positions, held: Held) -> Tensor | None:
         """What is added to the patch tokens [1 | B, N, D]."""
         total = None
@@ -119,6 +128,13 @@ class Position(nn.Module):
             return shared
         with _full_precision(pos):
             return _signal(shared, self.layers[layer], pos, held or {})
+
+    def told(
+        self, layer: int, pos: Positions, shared: Signal, held: Held, mask: Tensor | None, is_causal: bool
+    ) -> Signal | None:
+        """The signal of one block with the caller's mask; None if there is nothing to tell."""
+        signal = replace(self.signal(layer, pos, shared, held), mask=mask, causal=is_causal)
+        return None if signal.empty else signal
 
 
 def _encodings(group: nn.Module) -> Iterator[Encoding]:

@@ -75,12 +75,17 @@ def scale(extent: Extent, reference: Extent) -> tuple[float, float]:
     return reference[0] / extent[0], reference[1] / extent[1]
 
 
+def sizes_left_open() -> bool:
+    """Whether a graph is being made (compiled, exported, traced) that may serve other sizes than those at hand."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()
+
+
 def vector(values: Sequence[Any], like: Tensor) -> Tensor:
     """Numbers [n] as a tensor of the dtype and on the device of ``like``.
 
     ``new_tensor`` would write sizes that a compiled, exported or traced graph keeps open into it as constants.
     """
-    if not (torch.compiler.is_compiling() or torch.jit.is_tracing()):
+    if not sizes_left_open():
         return like.new_tensor(values)
     kind: Any = {"dtype": like.dtype, "device": like.device}
     return torch.stack([v.to(**kind) if isinstance(v, Tensor) else torch.scalar_tensor(v, **kind) for v in values])

@@ -6,11 +6,11 @@ Legend: B batch, T tokens = P prefix tokens followed by N patches, D width.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
-from timm.layers import PatchDropoutWithIndices
+import torch.fx
+from timm.layers import PatchDropoutWithIndices, register_notrace_module
 from timm.models import beit, deit, eva, vision_transformer, vision_transformer_relpos
 from timm.models._features import feature_take_indices
 from timm.models._input import update_model_input_size
@@ -18,9 +18,32 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from vitpos import positions
+from vitpos.backbone.parts import PARTS, HybridEmbed, PatchEmbed
 from vitpos.composition import Position
 from vitpos.hub import Described
 from vitpos.positions import Positions
+
+
+def _positions(
+    x: Tensor, grid: positions.Extent, coords: Tensor | None, extent: positions.Extent | None, dtype: torch.dtype
+) -> Positions:
+    """The positions of patches ``x`` [B, N, D]: the cells of the image's ``grid``, or a caller's coordinates."""
+    if coords is None and extent is None:
+        return positions.grid(*grid, device=x.device, dtype=dtype)
+    coords = positions.grid(*grid).coords if coords is None else coords
+    pos = positions.explicit(coords.to(x.device), extent, grid, dtype)
+    if pos.coords.shape[1] != x.shape[1] or pos.coords.shape[0] not in (1, x.shape[0]):
+        raise ValueError(
+            f"coords of {pos.coords.shape[0]} x {pos.coords.shape[1]} patches for images of "
+            f"{x.shape[0]} x {x.shape[1]}; give one (y, x) a patch, for one grid or each image"
+        )
+    return pos
+
+
+# What timm's FX feature extraction takes as one step, because it decides by values that a symbolic trace has not.
+for _module in (Position, PatchEmbed, HybridEmbed, *(new for new in PARTS.values() if hasattr(new, "attend"))):
+    register_notrace_module(_module)
+torch.fx.wrap("_positions")
 
 
 class PositionMixin(Described):
@@ -54,6 +77,9 @@ class PositionMixin(Described):
     def drop_own(self: Any) -> None:
         """Remove all of these."""
 
+    def __prepare_scriptable__(self) -> Any:
+        raise TypeError("torch.jit.script cannot compile a vitpos model; use torch.export.export or torch.jit.trace")
+
     def enter(self: Any, x: Tensor, pos: Positions) -> tuple[Tensor, Positions]:
         """From embedded tokens to what the blocks see; dropout comes first, so that it is alike for every encoding."""
         x = self.pos_drop(x)
@@ -67,25 +93,12 @@ class PositionMixin(Described):
     ) -> tuple[Tensor, Positions]:
         """Tokens [B, T, D] before the first block, and the positions of their patches."""
         x = self.patch_embed(images)
-        x = x.flatten(1, 2) if x.ndim == 4 else x
+        x = x if self.patch_embed.flatten else x.flatten(1, 2)
         dtype = next(self.blocks.parameters()).dtype
-        precision = torch.promote_types(dtype, torch.float32)
-        grid = self.patch_embed.dynamic_feat_size(tuple(images.shape[-2:]))
-        if coords is None and extent is None:
-            pos = positions.grid(*grid, device=x.device, dtype=precision)
-        else:
-            coords = positions.grid(*grid).coords if coords is None else coords
-            pos = positions.explicit(coords.to(x.device), extent, grid, precision)
-            if pos.coords.shape[1] != x.shape[1] or pos.coords.shape[0] not in (1, x.shape[0]):
-                raise ValueError(
-                    f"coords of {pos.coords.shape[0]} x {pos.coords.shape[1]} patches for images of "
-                    f"{x.shape[0]} x {x.shape[1]}; give one (y, x) a patch, for one grid or each image"
-                )
-
+        grid = self.patch_embed.dynamic_feat_size((images.shape[-2], images.shape[-1]))
+        pos = _positions(x, grid, coords, extent, torch.promote_types(dtype, torch.float32))
         table, rows = self.pos_embed, self.prefix_rows
-        vectors = self.position.tokens(pos, {} if table is None else {"pos_embed": table[:, rows:]})
-        if vectors is not None:
-            x = x + vectors.to(dtype)
+        x = self.position("add_tokens", x, pos, {} if table is None else {"pos_embed": table[:, rows:]}, dtype)
         prefix = self.prefix_tokens()
         if prefix:
             before = torch.cat(prefix, dim=1)
@@ -105,18 +118,16 @@ class PositionMixin(Described):
     ) -> tuple[Tensor, list[Tensor]]:
         """Run the first ``depth`` blocks; also return what comes out of those in ``take``."""
         taken = []
-        shared = self.position.shared_signal(pos, self.num_prefix_tokens, self.own())
+        shared = self.position("shared_signal", pos, self.num_prefix_tokens, self.own())
         for layer, block in enumerate(self.blocks[:depth]):
-            signal = self.position.signal(layer, pos, shared, self.own_of(block))
-            if attn_mask is not None or is_causal:
-                signal = replace(signal, mask=attn_mask, causal=is_causal)
-            told: Any = {self.signal_argument: None if signal.empty else signal}
+            signal = self.position("told", layer, pos, shared, self.own_of(block), attn_mask, is_causal)
+            told: Any = {self.signal_argument: signal}
             if self.grad_checkpointing and torch.is_grad_enabled():
                 x = checkpoint(block, x, use_reentrant=False, **told)
             else:
                 x = block(x, **told)
             if layer == 0:
-                x = self.position.mix(x, pos, self.num_prefix_tokens)
+                x = self.position("mix", x, pos, self.num_prefix_tokens)
             if layer in take:
                 taken.append(x)
         return x, taken

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from vitpos.encoding import Bias, PairBias, Turns, offset_bias
 from vitpos.encodings.none import Native
-from vitpos.positions import Extent, Positions, sample_plane
+from vitpos.positions import Extent, Positions, sample_plane, sizes_left_open, surely_equal, vector
 
 _Cat, _Mixed, _DinoV3 = layers.RotaryEmbeddingCat, layers.RotaryEmbeddingMixed, layers.RotaryEmbeddingDinoV3
 _MRope = layers.RotaryEmbeddingMRope
@@ -34,7 +34,8 @@ class OwnRotary(Native):
     def angles(self, pos: Positions, rope: Any) -> Turns:  # type: ignore[override]
         half = isinstance(rope, _MRope) or getattr(rope, "rotate_half", False)
         by_layer = isinstance(rope, _Mixed)
-        if pos.cells:
+        frozen = isinstance(rope, _DinoV3) and sizes_left_open() and not rope.training  # its table freezes the sides
+        if pos.cells and not frozen:
             sin, cos = _rotary_table(rope, pos.extent).chunk(2, dim=-1)  # [N, d] or [L, h, N, d], pairs twice
             pairs = slice(cos.shape[-1] // 2) if half else slice(None, None, 2)
             sin, cos = sin[..., pairs], cos[..., pairs]
@@ -57,7 +58,7 @@ class OwnRotary(Native):
 def _rotary_table(rope: Any, extent: Extent) -> Tensor:
     """timm's table of sines, then cosines, of a grid: [N, 2 d], or [L, h, N, 2 d] for mixed frequencies."""
     if getattr(rope, "feat_shape", None) is not None:
-        if tuple(rope.feat_shape) == tuple(extent):
+        if surely_equal(rope.feat_shape, extent):
             return rope.get_embed()
         kind = type(rope)
         if kind is _Cat:  # its get_embed ignores the shape where it has a table
@@ -70,15 +71,16 @@ def _rotary_phase(rope: Any, pos: Positions) -> Tensor:
     at, sides = pos.coords, pos.extent
     kind = type(rope)
     if kind is _DinoV3:
-        named = {"separate": sides, "min": (min(sides),) * 2, "max": (max(sides),) * 2}
-        at = 2 * (at + 0.5 + rope.grid_offset) / at.new_tensor(named[rope.normalize_coords]) - 1
+        size = vector(sides, at)
+        size = {"separate": size, "min": size.amin(), "max": size.amax()}[rope.normalize_coords]
+        at = 2 * (at + 0.5 + rope.grid_offset) / size - 1
         bands = 2 * math.pi / rope.periods.to(at.dtype)
     elif kind is _MRope:
         return torch.cat([torch.zeros_like(at[..., :1]), at], dim=-1)[..., rope.axis] * rope.inv_freq.to(at.dtype)
     elif kind is _Cat:
         at = at + rope.grid_offset
         if rope.ref_feat_shape is not None:
-            at = at / at.new_tensor(sides) * at.new_tensor(rope.ref_feat_shape)
+            at = at / vector(sides, at) * at.new_tensor(rope.ref_feat_shape)
         bands = rope.bands.to(at.dtype)
     at = at.flip(-1) if rope.grid_indexing == "xy" else at
     if kind is _Mixed:
@@ -95,7 +97,7 @@ class OwnBias(Native):
 
     def bias(self, pos: Positions, module: Any) -> Bias:  # type: ignore[override]
         if isinstance(module, layers.RelPosMlp):
-            if pos.full and tuple(pos.extent) == tuple(module.window_size):
+            if pos.full and surely_equal(pos.extent, module.window_size):
                 first = module.prefix_tokens
                 return PairBias(module.get_bias()[:, :, first:, first:])
             return offset_bias(partial(_network, module), pos, None)
@@ -120,7 +122,7 @@ def _network(module: Any, offset: Tensor, extent: Extent) -> Tensor:
     """[h, ...] of offsets [..., 2], in timm's order of operations (a side of 1 divides by 1, where timm's is NaN)."""
     if module.mode == "swin":
         reference = extent if module.pretrained_window_size[0] <= 0 else module.pretrained_window_size
-        offset = offset / offset.new_tensor([max(side - 1, 1) for side in reference]) * 8
+        offset = offset / vector([max(side - 1, 1) for side in reference], offset) * 8
         spaced = offset.sign() * (1.0 + offset.abs()).log2() / math.log2(8)
     else:
         spaced = offset.sign() * (1.0 + offset.abs()).log()
@@ -135,26 +137,37 @@ def _table(plane: Tensor, window: Extent, offset: Tensor, extent: Extent) -> Ten
     On a grid other than the ``window`` of the table, entry k away from the centre lies at an offset of
     1 + q + ... + q^(k-1), with q such that the last one reaches the end of the grid: timm's resizing, after BEiT's.
     """
-    if tuple(extent) == window:
-        at = offset + offset.new_tensor(window) - 1
-    else:
-        at = torch.stack([_entry(offset[..., axis], window[axis], extent[axis]) for axis in (0, 1)], dim=-1)
+    at = offset + offset.new_tensor(window) - 1
+    if not surely_equal(extent, window):
+        resized = torch.stack([_entry(offset[..., axis], window[axis], extent[axis]) for axis in (0, 1)], dim=-1)
+        at = torch.where((vector(extent, at) == at.new_tensor(window)).all(), at, resized)
     return sample_plane(plane, at).movedim(-1, 0)
 
 
 def _entry(offset: Tensor, source: int, target: int) -> Tensor:
     """Where in the 2 source - 1 entries of one axis an ``offset`` lies, as a real number."""
-    low, high = 1.01, 1.5
-    while high - low > 1e-6:
-        q = (low + high) / 2
-        low, high = (low, q) if (1 - q ** (source - 1)) / (1 - q) > target - 1 else (q, high)
+    q = _ratio(source, target)
     away = [0.0]
     for k in range(source - 1):
         away.append(away[-1] + q**k)
-    places = offset.new_tensor(away)
+    places = vector(away, offset)
     if source == 1:
         return torch.zeros_like(offset)
     right = torch.bucketize(offset.abs(), places).clamp(1, source - 1)
     left = right - 1
     part = (offset.abs() - places[left]) / (places[right] - places[left])
     return source - 1 + offset.sign() * (left + part.clamp(0, 1))
+
+
+def _ratio(source: int, target: int) -> Any:
+    """The q of ``_table`` by bisection to 1e-6: a number, or a tensor where ``target`` is left open."""
+    left_open = sizes_left_open()
+    low, high = torch.tensor([1.01, 1.5], dtype=torch.float64) if left_open else (1.01, 1.5)
+    for _ in range(19):
+        q = (low + high) / 2
+        far = (1 - q ** (source - 1)) / (1 - q) > target - 1
+        if left_open:
+            low, high = torch.where(far, low, q), torch.where(far, q, high)
+        else:
+            low, high = (low, q) if far else (q, high)
+    return q

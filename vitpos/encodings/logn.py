@@ -2,11 +2,10 @@
 
 import math
 
-import torch
 from torch import Tensor
 
 from vitpos.encoding import LAWS, Encoding, Geometry
-from vitpos.positions import Positions, vector
+from vitpos.positions import Positions, sizes_left_open, vector
 from vitpos.spec import register
 
 
@@ -35,6 +34,6 @@ class LogN(Encoding):
     def scale(self, pos: Positions) -> float | Tensor:
         trained = math.log(max(self.geometry.grid[0] * self.geometry.grid[1], 2))
         count = pos.coords.shape[1]
-        if torch.compiler.is_compiling() or torch.jit.is_tracing():  # a graph for any number of patches
+        if sizes_left_open():
             return vector([count], pos.coords.double())[0].clamp(min=2).log() / trained
         return math.log(max(count, 2)) / trained
