@@ -145,7 +145,7 @@ def expand_angles(angles: AnyAngles, prefix: int) -> PairRotation | BlockRotatio
 
 
 def expand_bias(bias: OffsetTable | PairBias, prefix: int) -> Tensor:
-    """The bias of all token pairs [1 | B, 1 | h, T, T]; an offset table is read axis by axis, so that no index is N x N."""
+    """The bias of all token pairs [1 | B, 1 | h, T, T]; an offset table is read one axis at a time."""
     if isinstance(bias, OffsetTable):
         heads, rows, columns = bias.values.shape
         height, width = (rows + 1) // 2, (columns + 1) // 2
@@ -170,7 +170,7 @@ def expand_bias(bias: OffsetTable | PairBias, prefix: int) -> Tensor:
 
 
 def _gaps(side: int, like: Tensor) -> Tensor:
-    """Where in the 2 S - 1 entries of an axis each query minus key lies: [S S]. (``unfold`` compiles anew for each S.)"""
+    """Where in the 2 S - 1 entries of an axis each query minus key lies, [S S]; ``unfold`` would tie a graph to S."""
     at = torch.arange(side, device=like.device)
     return (at.unsqueeze(1) - at + (side - 1)).flatten()
 

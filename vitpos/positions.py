@@ -190,5 +190,16 @@ def resample_plane(table: Tensor, extent: Extent) -> Tensor:
         return table
     image = table.permute(2, 0, 1).unsqueeze(0)  # [1, D, H, W]
     image = image if image.dtype == torch.float64 else image.float()
-    image = F.interpolate(image, size=extent, mode="bicubic", antialias=True, align_corners=False)
+    if torch.compiler.is_compiling() and image.requires_grad and torch.is_grad_enabled():
+        # PyTorch cannot compile the gradient of this operation for sizes left open; its weights have none.
+        rows, columns = (torch.eye(side, dtype=image.dtype, device=image.device) for side in image.shape[-2:])
+        down = _resample(rows[None, None], (extent[0], rows.shape[0]))  # [1, 1, H, H0]
+        across = _resample(columns[None, None], (columns.shape[0], extent[1]))  # [1, 1, W0, W]
+        image = down @ image @ across
+    else:
+        image = _resample(image, extent)
     return image[0].permute(1, 2, 0).to(table.dtype)
+
+
+def _resample(image: Tensor, extent: Extent) -> Tensor:
+    return F.interpolate(image, size=extent, mode="bicubic", antialias=True, align_corners=False)

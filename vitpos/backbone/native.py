@@ -162,7 +162,10 @@ def _entry(offset: Tensor, source: int, target: int) -> Tensor:
 def _ratio(source: int, target: int) -> Any:
     """The q of ``_table`` by bisection to 1e-6: a number, or a tensor where ``target`` is left open."""
     left_open = sizes_left_open()
-    low, high = torch.tensor([1.01, 1.5], dtype=torch.float64) if left_open else (1.01, 1.5)
+    low: Any = 1.01
+    high: Any = 1.5
+    if left_open:
+        low, high = torch.tensor([low, high], dtype=torch.float64)
     for _ in range(19):
         q = (low + high) / 2
         far = (1 - q ** (source - 1)) / (1 - q) > target - 1
