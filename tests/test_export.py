@@ -23,7 +23,7 @@ GRIDS = [
     (6, 4),
     (7, 8),
     (2, 9),
-]  # tiny's training grid among them, and one with as many patches
+]  # tiny's training grid among them
 SOME = ["ape1d", "rope_axial", "rpb", "logn"]  # one of each kind of site, and of each that has needed care
 MORE = ["ape1d + rope_mixed + cpb", "rope_axial(resize='ntk')", "rope_mixed(wrap=True)", "rpb(prefix=True)"]
 ONNX = ["none", "sincos2d", "rope_axial", "rope_mixed", "rpb", "alibi2d", "ape1d"]
@@ -215,13 +215,15 @@ def test_timms_own_encodings_trace(name):
 
 
 def test_timms_own_traced_model_does_not():
-    """The control: a size that the trace has frozen."""
+    """The control: traced on its own grid, it has frozen that the table is not resampled."""
     small = {"depth": 1, "embed_dim": 36, "num_heads": 3, "num_classes": 7, "img_size": (48, 80)}
     model = timm.create_model("vit_tiny_patch16_224", dynamic_img_size=True, **small).eval()
-    first, second = pixels([(4, 6), (5, 3)])
+    first, turned, larger = pixels([(3, 5), (5, 3), (4, 6)])
     graph = traced(model, first)
     assert deviation(graph, model, [first]) < 1e-5
-    assert deviation(graph, model, [second]) > 1e-3
+    assert deviation(graph, model, [turned]) > 1e-4
+    with pytest.raises(RuntimeError, match="size"):
+        graph(larger)
 
 
 def test_script_is_refused():
