@@ -200,14 +200,14 @@ def test_no_complex_numbers_in_an_exported_graph(spec):
 # --- torch.jit
 
 
-@pytest.mark.parametrize("spec", [*SPECS, *MORE])
-def test_traced_at_one_size_runs_at_others(spec):
-    model = tiny(spec, prefix=1)
-    for grid in ((4, 6), (3, 5)):
-        assert deviation(traced(model, images(grid)), model, given()) < 1e-5
+@pytest.mark.parametrize("spec", slow_but(ENCODINGS, [*SPECS, *MORE]))
+@pytest.mark.parametrize("grid", [(3, 5), pytest.param((4, 6), marks=pytest.mark.slow)])
+def test_traced_at_one_size_runs_at_others(spec, grid):
+    model = tiny(spec, prefix=1, depth=1)
+    assert deviation(traced(model, images(grid)), model, given()) < 1e-5
 
 
-@pytest.mark.parametrize("name", NATIVE)
+@pytest.mark.parametrize("name", slow_but(["vit_small_patch16_dinov3", "beit_base_patch16_224"], NATIVE))
 def test_timms_own_encodings_trace(name):
     model = native(name)
     x, *others = pixels(GRIDS)
@@ -236,7 +236,7 @@ def test_script_is_refused():
 # --- timm's FX
 
 
-@pytest.mark.parametrize("spec", [*SPECS, *MORE])
+@pytest.mark.parametrize("spec", slow_but(ENCODINGS, [*SPECS, *MORE]))
 def test_fx_feature_extraction(spec):
     model = tiny(spec, prefix=1)
     cut = create_feature_extractor(model, {"blocks.0": "first", "norm": "last"})
@@ -249,7 +249,7 @@ def test_fx_feature_extraction(spec):
                 assert relative_change(found["first"], torch.cat([first[1], first[0]], dim=1)) < 1e-12
 
 
-@pytest.mark.parametrize("name", NATIVE)
+@pytest.mark.parametrize("name", slow_but(["vit_small_patch16_rope_224", "beit_base_patch16_224"], NATIVE))
 def test_fx_with_timms_own_encodings(name):
     model = native(name)
     cut = create_feature_extractor(model, {"norm": "last"})
