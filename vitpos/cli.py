@@ -60,7 +60,7 @@ def run(main: Callable[[], Any]) -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands its errors over instead of printing them
     flags = [word for word in words if word in SWEEP_FLAGS]  # argparse wants them before the key=value words
     sys.argv[1:] = flags + [prepare(word, sweeping) for word in words if word not in SWEEP_FLAGS]
-    handlers = {number: signal.signal(number, _stopper()) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.signal(number, _stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         main()
     except USER_ERRORS as error:
@@ -81,15 +81,8 @@ class Stopped(BaseException):
     """SIGINT or SIGTERM arrived; its number."""
 
 
-def _stopper() -> Callable[[int, Any], None]:
-    """Signal handler that ends this process by `Stopped`, and does nothing in those that it forks (data workers)."""
-    owner = os.getpid()
-
-    def stop(number: int, frame: Any) -> None:
-        if os.getpid() == owner:
-            raise Stopped(number)
-
-    return stop
+def _stop(number: int, frame: Any) -> None:
+    raise Stopped(number)
 
 
 def task(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
