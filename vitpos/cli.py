@@ -24,7 +24,7 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf.errors import OmegaConfBaseException
 
 from vitpos import config
-from vitpos.spec import nearest
+from vitpos.spec import nearest, parse
 
 STRINGS = {"pos", "out", "resume", "checkpoint", "runs", "data.root"}
 USER_ERRORS = (ValueError, TypeError, OSError, HydraException, OmegaConfBaseException)
@@ -60,6 +60,8 @@ def run(main: Callable[[], Any]) -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands its errors over instead of printing them
     flags = [word for word in words if word in SWEEP_FLAGS]  # argparse wants them before the key=value words
     sys.argv[1:] = flags + [prepare(word, sweeping) for word in words if word not in SWEEP_FLAGS]
+    if sweeping:
+        _check_specs(words)
     handlers = {number: signal.signal(number, _stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         main()
@@ -83,6 +85,18 @@ class Stopped(BaseException):
 
 def _stop(number: int, frame: Any) -> None:
     raise Stopped(number)
+
+
+def _check_specs(words: list[str]) -> None:
+    """End here for a spec of a sweep that cannot be read, before its first run and not after the last good one."""
+    for word in words:
+        key, _, value = word.partition("=")
+        if key == "pos" and value[:1] not in ("'", '"', ""):
+            for text in split(value):
+                try:
+                    parse(text)
+                except USER_ERRORS as error:
+                    fail(explain(error))
 
 
 def task(function: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -75,7 +75,7 @@ class PositionMixin(Described):
             pos = positions.grid(*grid, device=x.device, dtype=precision)
         else:
             coords = positions.grid(*grid).coords if coords is None else coords
-            pos = positions.explicit(coords.to(x.device), extent, grid, precision)
+            pos = positions.explicit(coords, extent, grid, precision, x.device)
             if pos.coords.shape[1] != x.shape[1] or pos.coords.shape[0] not in (1, x.shape[0]):
                 raise ValueError(
                     f"coords of {pos.coords.shape[0]} x {pos.coords.shape[1]} patches for images of "
