@@ -157,7 +157,28 @@ def test_other_sizes_are_refused_with_the_nearest(size):
     assert padded(torch.randn(1, 3, *size)).shape == (1, 7)
 
 
+@pytest.mark.parametrize(
+    ("kwargs", "words"),
+    [
+        ({"num_heads": 5}, "timm cannot build vit_tiny_patch16_224 with num_heads=5"),
+        ({"depth": 0}, "no blocks"),
+        ({"img_size": "224"}, "timm cannot build"),
+        ({"foo": 1}, "foo"),
+        ({"encoding_seed": "a"}, "encoding_seed must be"),
+        ({"encoding_seed": -1}, "encoding_seed must be"),
+    ],
+    ids=str,
+)
+def test_models_that_cannot_be_built(kwargs, words):
+    with pytest.raises(ValueError, match=words):
+        vitpos.create_model(TIMM, pos="rope_axial", **kwargs)
+
+
 def test_bad_images_and_coordinates():
+    with pytest.raises(TypeError, match="coords must be a tensor"):
+        tiny("rope_axial")(images((3, 5)), coords=[[1, 2]])
+    with pytest.raises(ValueError, match="image size 0x10"):
+        tiny("rope_axial")(torch.zeros(1, 3, 0, 10, dtype=torch.float64))
     model = tiny("rope_axial")
     with pytest.raises(ValueError, match=r"expected images \[B, 3, H, W\]"):
         model(torch.zeros(2, 1, 6, 10, dtype=torch.float64))

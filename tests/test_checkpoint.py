@@ -130,6 +130,14 @@ def test_a_pruned_model_is_refused(tmp_path):
         vitpos.save(model, tmp_path / "m.safetensors")
 
 
+@pytest.mark.parametrize("path", ["", ".", "folder"])
+def test_a_folder_is_no_file(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(ValueError, match="is a folder; give the name of a file"):
+        vitpos.save(tiny("none").float(), path)
+
+
 def test_nothing_half_written(tmp_path):
     path = tmp_path / "m.safetensors"
     vitpos.save(tiny("rpb").float(), path)

@@ -40,6 +40,12 @@ def test_every_pair(first, second):
         assert swapped(x).isfinite().all()
 
 
+@pytest.mark.parametrize("pos", ["none + native", "native + none", "native + native"])
+def test_native_is_no_exception(pos):
+    with pytest.raises(ValueError, match=r"use one|twice"):
+        tiny(pos)
+
+
 def test_order_does_not_matter():
     x = images((3, 5))
     model, other = tiny("rope_mixed + rpb + ape2d"), tiny("ape2d + rpb + rope_mixed")

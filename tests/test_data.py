@@ -330,6 +330,18 @@ def test_interrupts_leave_workers_alone(tmp_path):
     assert found == len(ds)
 
 
+def test_an_interrupt_while_a_worker_starts_is_not_lost(tmp_path):
+    """Exceptions in what Python runs around a fork are."""
+    ds = folder(make_tree(tmp_path, ("train", "val")), workers=1)
+    armed = [signal.SIGINT]
+    os.register_at_fork(after_in_parent=lambda: armed and os.kill(os.getpid(), armed.pop()))
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        list(ds.iterate(data.eval_batches(len(ds), 4)))
+    assert not armed
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
 def test_an_interrupt_while_workers_end_is_not_lost(tmp_path, monkeypatch):
     """Exceptions in __del__ are."""
     ds = folder(make_tree(tmp_path, ("train", "val")), workers=1)

@@ -88,6 +88,12 @@ def test_command_line(tmp_path, monkeypatch, capsys):
         assert len(error.strip().splitlines()) == 1
 
 
+def test_a_spec_is_described_by_its_encodings(monkeypatch, capsys):
+    code, out, _ = run(monkeypatch, capsys, "rope_axial(theta=50) + ape1d")
+    assert code == 0
+    assert out == f"{vitpos.describe('rope_axial')}\n\n{vitpos.describe('ape1d')}\n"
+
+
 def test_the_module_runs():
     command = [sys.executable, "-m", "vitpos.encodings", "rope_axial"]
     shown = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -491,7 +491,7 @@ def test_cpe_explicit_coordinates():
         assert relative_change(model(x, coords=around), plain) > DIFFERENT
         for coords, words in [
             (here + 0.25, "whole numbers; got 0.25"),
-            (here * torch.nan, "whole numbers; got nan"),
+            (here * torch.nan, "must be finite"),
             (here * 2, "span 5x9 patches, more than the grid of 3x5"),
             (here.clamp(max=2), "two patches have the same coordinates"),
         ]:

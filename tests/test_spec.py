@@ -98,7 +98,7 @@ def test_describe_says_what_where_options_laws_and_source(name):
     assert "source" in text
     assert "acts on" in text
     for option in options(name).values():
-        assert f"{option.name}={option.default!r}" in text
+        assert f"{option.name}={dict(parse(name).terms[0].options)[option.name]!r}" in text
     for law in vitpos.encoding.LAWS:
         holds = any(known.startswith(law) for known in REGISTRY[name].laws)
         assert f"{law}: {'holds' if holds else 'does not hold'}" in text

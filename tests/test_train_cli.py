@@ -305,6 +305,12 @@ def test_sweep(monkeypatch, tmp_path):
     assert [c["extra"]["seed"] for c in cards] == [0, 1] * 3
 
 
+def test_a_bad_spec_ends_a_sweep_before_its_first_run(monkeypatch, tmp_path, capsys):
+    assert train(monkeypatch, "-m", "pos=none,rope_axail", "train.epochs=1", "out=sweep") == 2
+    assert "did you mean rope_axial" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_sweep_is_refused_under_torchrun(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     assert train(monkeypatch, "-m", "seed=0,1") == 2

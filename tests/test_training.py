@@ -67,7 +67,7 @@ def test_coordinate_augmentation_is_keyed_by_step_and_off_by_default():
 @pytest.mark.parametrize(
     ("kwargs", "reason"),
     [
-        ({"num_heads": 5}, "dim should be divisible"), ({"patch_size": 0}, "by zero"), ({"depth": 0}, "StopIteration"),
+        ({"num_heads": 5}, "dim should be divisible"), ({"patch_size": 0}, "by zero"), ({"depth": 0}, "index 0"),
         ({"depth": -1}, "non-negative"), ({"embed_dim": "abc"}, "."), ({"deepth": 3}, "deepth"),
     ],
 )  # fmt: skip

@@ -46,6 +46,8 @@ def save(
     Raises TypeError for a model without a vitpos encoding, ValueError for one that cannot be rebuilt by name.
     """
     path = Path(path)
+    if path.is_dir():
+        raise ValueError(f"{str(path)!r} is a folder; give the name of a file, such as model.safetensors")
     position = position_of(model)
     architecture = timm_name(model)
     if not architecture:

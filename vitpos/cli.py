@@ -24,7 +24,7 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf.errors import OmegaConfBaseException
 
 from vitpos import config
-from vitpos.spec import nearest
+from vitpos.spec import nearest, parse
 
 STRINGS = {"pos", "out", "resume", "checkpoint", "runs", "data.root"}
 USER_ERRORS = (ValueError, TypeError, OSError, HydraException, OmegaConfBaseException)
@@ -60,7 +60,9 @@ def run(main: Callable[[], Any]) -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands its errors over instead of printing them
     flags = [word for word in words if word in SWEEP_FLAGS]  # argparse wants them before the key=value words
     sys.argv[1:] = flags + [prepare(word, sweeping) for word in words if word not in SWEEP_FLAGS]
-    handlers = {number: signal.signal(number, _stopper()) for number in (signal.SIGINT, signal.SIGTERM)}
+    if sweeping:
+        _check_specs(words)
+    handlers = {number: signal.signal(number, _stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         main()
     except USER_ERRORS as error:
@@ -81,15 +83,20 @@ class Stopped(BaseException):
     """SIGINT or SIGTERM arrived; its number."""
 
 
-def _stopper() -> Callable[[int, Any], None]:
-    """Signal handler that ends this process by `Stopped`, and does nothing in those that it forks (data workers)."""
-    owner = os.getpid()
+def _stop(number: int, frame: Any) -> None:
+    raise Stopped(number)
 
-    def stop(number: int, frame: Any) -> None:
-        if os.getpid() == owner:
-            raise Stopped(number)
 
-    return stop
+def _check_specs(words: list[str]) -> None:
+    """End here for a spec of a sweep that cannot be read, before its first run and not after the last good one."""
+    for word in words:
+        key, _, value = word.partition("=")
+        if key == "pos" and value[:1] not in ("'", '"', ""):
+            for text in split(value):
+                try:
+                    parse(text)
+                except USER_ERRORS as error:
+                    fail(explain(error))
 
 
 def task(function: Callable[[Any], Any]) -> Callable[[Any], Any]:

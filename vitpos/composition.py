@@ -26,6 +26,8 @@ def why_not(first: str, second: str, native_rotates: bool = False) -> str | None
     """
     if first == second:
         return f"{first} is named twice; each encoding can be used once"
+    if {first, second} == {"none", "native"}:
+        return "none means no position at all and native what the model has: use one"
     if "none" in (first, second):
         other = second if first == "none" else first
         return f"none means no position at all, so it combines with nothing; write {other!r}"

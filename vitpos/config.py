@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import itertools
+import math
 import os
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -139,6 +140,8 @@ def check(run: RunConfig) -> None:
         ("train.threads", t.threads, t.threads is None or t.threads >= 1, "null or 1 or more"),
     ]
     for key, value, holds, wanted in rules:
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{key}={value} must be a finite number, {wanted}")
         if not holds:
             raise ValueError(f"{key}={value} must be {wanted}")
     taken = {"in_chans", "num_classes", "img_size", "pos"} & set(run.model.kwargs)

@@ -9,11 +9,13 @@ Shapes: b images, C channels, H, W pixels, (y, x) order. Pixels are float32 in 0
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import os
 import shutil
 import signal
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -486,8 +488,10 @@ class Folder(Dataset):
             pin_memory=self.device.type == "cuda",
             worker_init_fn=_ignore_interrupts,
         )
-        # the loader comes first: read to its end it closes its workers here, not in __del__, where an interrupt is lost
-        for images, indices in zip(loader, batches):
+        with _signals_wait():
+            decoded = iter(loader)
+        # they come first: read to their end they close the workers here, not in __del__, where an interrupt is lost
+        for images, indices in zip(decoded, batches):
             if isinstance(images, Exception):
                 raise images
             x = images.to(self.device, non_blocking=True).float() / 255
@@ -503,6 +507,23 @@ class _Stream(torch.utils.data.Dataset):
             return self.folder._image(index, self.stream)
         except ValueError as error:  # raised in a worker, it would reach the user inside a traceback
             return error
+
+
+@contextlib.contextmanager
+def _signals_wait() -> Iterator[None]:
+    """SIGINT and SIGTERM are handled after the block: an exception raised while a process forks is lost."""
+    if threading.current_thread() is not threading.main_thread():  # it gets no signals
+        yield
+        return
+    arrived: list[int] = []
+    handlers = {n: signal.signal(n, lambda n, _: arrived.append(n)) for n in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        if arrived:
+            signal.raise_signal(arrived[0])
 
 
 def _ignore_interrupts(worker: int) -> None:

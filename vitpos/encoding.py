@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from vitpos.positions import Extent, Positions, into, scale, vector
-from vitpos.spec import Option, lookup, options
+from vitpos.spec import Option, Term, lookup, options
 
 Layout = Literal["interleaved", "half"]
 
@@ -346,7 +346,7 @@ def describe(name: str) -> str:
         f"{name}: {cls.summary}",
         f"  acts on   {', '.join(cls.sites()) or 'nothing'}",
         f"  weights   {'one set a layer' if cls.per_layer else 'shared by all layers'}",
-        *(f"  option    {_describe_option(option)}" for option in options(name).values()),
+        *(f"  option    {_describe_option(name, option)}" for option in options(name).values()),
         *(f"  law       {law}: {law_state(cls.laws, law)}; {meaning}" for law, meaning in LAWS.items()),
     ]
     for given, laws in cls.variants.items():
@@ -361,7 +361,8 @@ def law_state(laws: frozenset[str], law: str) -> str:
     return "holds without class and register tokens" if law + NO_PREFIX in laws else "does not hold"
 
 
-def _describe_option(option: Option) -> str:
+def _describe_option(name: str, option: Option) -> str:
+    default = dict(Term.build(name, {}).options)[option.name]
     words = [repr(choice) for kind in option.kinds for choice in typing.get_args(kind)]
     words += ["None" if kind is type(None) else kind.__name__ for kind in option.kinds if not typing.get_args(kind)]
-    return f"{option.name}={option.default!r}  ({' | '.join(words)})"
+    return f"{option.name}={default!r}  ({' | '.join(words)})"

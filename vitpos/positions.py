@@ -54,7 +54,9 @@ def grid(
     return Positions(coords, (height, width), cells=True, full=True)
 
 
-def explicit(coords: Tensor, extent: Extent | None, default: Extent, dtype: torch.dtype) -> Positions:
+def explicit(
+    coords: Tensor, extent: Extent | None, default: Extent, dtype: torch.dtype, device: torch.device | None = None
+) -> Positions:
     """Positions from a user's ``coords`` [N, 2] or [1 | B, N, 2]; ``extent`` defaults to the image's own grid."""
     if not isinstance(coords, Tensor):
         raise TypeError(f"coords must be a tensor [N, 2] or [B, N, 2] as (y, x), got {type(coords).__name__}")
@@ -67,7 +69,7 @@ def explicit(coords: Tensor, extent: Extent | None, default: Extent, dtype: torc
     whole = isinstance(extent, (tuple, list)) and len(extent) == 2 and all(isinstance(s, int) for s in extent)
     if extent is not None and not (whole and min(extent) >= 1):
         raise ValueError(f"extent must be two whole numbers (H, W) of at least 1, got {extent!r}")
-    return Positions(coords.to(dtype), default if extent is None else (extent[0], extent[1]))
+    return Positions(coords.to(device, dtype), default if extent is None else (extent[0], extent[1]))
 
 
 def scale(extent: Extent, reference: Extent) -> tuple[float, float]:

@@ -29,7 +29,8 @@ from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
 import vitpos
-from vitpos import backbone, config, data, positions, seeds
+from vitpos import config, data, positions, seeds
+from vitpos.backbone.models import MODELS
 from vitpos.config import RunConfig, TrainConfig
 
 PACKAGES = ("vitpos", "torch", "timm", "torchvision", "accelerate", "numpy", "scikit-learn")
@@ -53,13 +54,14 @@ def create_model(run: RunConfig, info: data.Info) -> nn.Module:
     name, kwargs = run.model.name, run.model.kwargs
     if timm.is_model(name):
         source = sys.modules[timm.model_entrypoint(name.split(".")[0]).__module__]
-        if backbone.timm_vit.VisionTransformer not in vars(source).values():
-            raise ValueError(f"model.name={name} is of {source.__name__}; served are timm's VisionTransformer models")
+        if not any(kind in vars(source).values() for kind in MODELS):
+            served = ", ".join(kind.__name__ for kind in MODELS)
+            raise ValueError(f"model.name={name} is of {source.__name__}; served are timm's {served}")
     given = dict(kwargs, in_chans=info.in_chans, num_classes=len(info.classes), img_size=info.img_size)
     torch.manual_seed(seeds.stream(run.seed, "backbone"))
     try:
         return vitpos.create_model(name, pos=run.pos, encoding_seed=seeds.stream(run.seed, "encoding"), **given)
-    except (AssertionError, ArithmeticError, RuntimeError, StopIteration, TypeError) as error:
+    except (AssertionError, ArithmeticError, LookupError, RuntimeError, StopIteration, TypeError) as error:
         raise ValueError(f"model {name} cannot be built with kwargs {kwargs}: {_reason(error)}") from None
 
 

@@ -15,7 +15,7 @@ from vitpos import positions
 from vitpos.backbone.models import BLOCKS, MODELS
 from vitpos.backbone.native import OWN, ROTARY
 from vitpos.backbone.parts import PARTS, PATCH_EMBEDS, attentions_of, not_a_multiple
-from vitpos.composition import Position
+from vitpos.composition import Position, check_combination
 from vitpos.encoding import Geometry
 from vitpos.hub import describe_for_timm
 from vitpos.spec import Spec, Term, lookup, parse, shortened
@@ -43,6 +43,8 @@ def create_model(
     size, a width that the encoding cannot serve; TypeError for a model or option of a kind that is not served.
     """
     spec = parse(pos)
+    if not (encoding_seed is None or (isinstance(encoding_seed, int) and encoding_seed >= 0)):
+        raise ValueError(f"encoding_seed must be None or a whole number of at least 0, got {encoding_seed!r}")
     if not isinstance(name, str) or not timm.is_model(name):
         if not isinstance(name, str):
             raise TypeError(f"the name of a timm model is a string, got {type(name).__name__} {name!r}")
@@ -53,7 +55,11 @@ def create_model(
     trained = bool(kwargs.get("pretrained") or kwargs.get("checkpoint_path"))
     if kwargs.get("weight_init") == "skip" and not trained:
         raise ValueError("weight_init='skip' leaves pos_embed and tokens uninitialized; use 'reset' for PyTorch's own")
-    model = timm.create_model(name, **kwargs)
+    try:
+        model = timm.create_model(name, **kwargs)
+    except (AssertionError, ArithmeticError, LookupError, TypeError) as error:
+        given = ", ".join(f"{key}={shortened(repr(value))}" for key, value in kwargs.items())
+        raise ValueError(f"timm cannot build {name} with {given}: {error or type(error).__name__}") from error
     target: Any = model if type(model) in MODELS else getattr(model, "model", model)  # features_only wraps it
     if kwargs.get("img_size") is not None and not kwargs.get("dynamic_img_pad") and type(target) in MODELS:
         size, step = target.patch_embed.img_size, target.patch_embed.feat_ratio(as_scalar=False)
@@ -82,6 +88,7 @@ def attach(model: nn.Module, pos: str | Spec) -> nn.Module:
 
 def _attach(model: Any, spec: Spec, trained: bool) -> None:
     _check_served(model)
+    check_combination(spec)
     kept = getattr(model, "position", None) if "native" in spec.names else None  # with its weights
     kind: Any = MODELS.get(type(model), type(model))
     own = [OWN[name] for name in (*kind.own(model), *kind.own_of(model, model.blocks[0]))]
@@ -131,6 +138,8 @@ def _check_served(model: Any) -> None:
         refuse(model, f"served are timm's {_listed(MODELS)}")
     if type(model.patch_embed) not in PATCH_EMBEDS:
         refuse(model.patch_embed, "the patch embedding must be timm's PatchEmbed or HybridEmbed")
+    if len(model.blocks) == 0:
+        raise ValueError("the model has no blocks (depth=0), so there is nothing to tell about position")
     for block in model.blocks:
         if type(block) not in (*BLOCKS, *PARTS.values()):
             refuse(block, f"blocks must be one of timm's {_listed(BLOCKS)}")

@@ -31,7 +31,7 @@ def _positions(
     if coords is None and extent is None:
         return positions.grid(*grid, device=x.device, dtype=dtype)
     coords = positions.grid(*grid).coords if coords is None else coords
-    pos = positions.explicit(coords.to(x.device), extent, grid, dtype)
+    pos = positions.explicit(coords, extent, grid, dtype, x.device)
     if pos.coords.shape[1] != x.shape[1] or pos.coords.shape[0] not in (1, x.shape[0]):
         raise ValueError(
             f"coords of {pos.coords.shape[0]} x {pos.coords.shape[1]} patches for images of "

@@ -26,7 +26,10 @@ class PatchEmbed(layers.PatchEmbed):
         patch_height, patch_width = self.patch_size
         if self.dynamic_img_pad:
             x = nn.functional.pad(x, (0, -width % patch_width, 0, -height % patch_height))
-        elif (height % patch_height or width % patch_width) and (height, width) != self.img_size:
+        elif (min(height, width) < 1 or height % patch_height or width % patch_width) and (
+            height,
+            width,
+        ) != self.img_size:
             raise ValueError(not_a_multiple((height, width), self.patch_size))
         x = self.proj(x)
         return self.norm(x.flatten(2).transpose(1, 2) if self.flatten else x.permute(0, 2, 3, 1))
@@ -57,7 +60,8 @@ def _check_images(x: Tensor, channels: int) -> None:
 def not_a_multiple(size: Sequence[int], patch: Sequence[int]) -> str:
     """What is wrong with an image size, and the nearest that are right."""
     near = " x ".join(
-        str(s) if s % p == 0 else f"{s // p * p} or {s // p * p + p}" if s >= p else str(p) for s, p in zip(size, patch)
+        str(s) if s % p == 0 and s else f"{s // p * p} or {s // p * p + p}" if s >= p else str(p)
+        for s, p in zip(size, patch)
     )
     return (
         f"image size {size[0]}x{size[1]} is not a multiple of the patch size {patch[0]}x{patch[1]}; nearest: {near} "

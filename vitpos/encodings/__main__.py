@@ -28,7 +28,8 @@ def main() -> int:
         elif given.grid:
             _draw(given.specs, given.grid, given.out)
         else:
-            print("\n\n".join(map(describe, given.specs)) or pages.overview())
+            names = [name for spec in given.specs for name in parse(spec).names]
+            print("\n\n".join(map(describe, names)) or pages.overview())
     except (ValueError, TypeError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
