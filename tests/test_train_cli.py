@@ -383,7 +383,7 @@ def one_line(capsys) -> str:
         (["pos=rope_axial("], "cannot read spec"),
         (["pos=rope_axial", "model.kwargs.embed_dim=36", "model.kwargs.num_heads=6"], "4"),
         (["model.kwargs.patch_size=5"], "patch"),
-        (["model.kwargs.num_heads=5"], "cannot be built with kwargs"),
+        (["model.kwargs.num_heads=5"], "timm cannot build vit_tiny_patch16_224"),
         (["data=null"], "take the name of a choice each, such as data=digits"),
         (["data.classes=3"], "unknown config key 'data.classes'; known: data.name"),
         (["hydra.foo=1"], "unknown config key 'hydra.foo'; known: hydra."),
@@ -410,11 +410,9 @@ def one_line(capsys) -> str:
     ],
 )
 def test_bad_input_is_one_line_and_leaves_nothing(monkeypatch, tmp_path, capsys, words, message):
-    kept = words[:1] == ["-m"] and message.startswith("unknown encoding")  # the sweep's first run is a good one
     assert train(monkeypatch, *words) == 2
     assert message in one_line(capsys)
-    assert bool(files(tmp_path)) == kept
-    assert bool(list(tmp_path.iterdir())) == kept
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_divergence_ends_the_run_and_keeps_its_last_good_state(monkeypatch, tmp_path, capsys):

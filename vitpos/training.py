@@ -59,10 +59,7 @@ def create_model(run: RunConfig, info: data.Info) -> nn.Module:
             raise ValueError(f"model.name={name} is of {source.__name__}; served are timm's {served}")
     given = dict(kwargs, in_chans=info.in_chans, num_classes=len(info.classes), img_size=info.img_size)
     torch.manual_seed(seeds.stream(run.seed, "backbone"))
-    try:
-        return vitpos.create_model(name, pos=run.pos, encoding_seed=seeds.stream(run.seed, "encoding"), **given)
-    except (AssertionError, ArithmeticError, LookupError, RuntimeError, StopIteration, TypeError) as error:
-        raise ValueError(f"model {name} cannot be built with kwargs {kwargs}: {_reason(error)}") from None
+    return vitpos.create_model(name, pos=run.pos, encoding_seed=seeds.stream(run.seed, "encoding"), **given)
 
 
 def is_positional(name: str) -> bool:

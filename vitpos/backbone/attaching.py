@@ -57,9 +57,10 @@ def create_model(
         raise ValueError("weight_init='skip' leaves pos_embed and tokens uninitialized; use 'reset' for PyTorch's own")
     try:
         model = timm.create_model(name, **kwargs)
-    except (AssertionError, ArithmeticError, LookupError, TypeError) as error:
+    except (AssertionError, ArithmeticError, LookupError, RuntimeError, StopIteration, TypeError) as error:
         given = ", ".join(f"{key}={shortened(repr(value))}" for key, value in kwargs.items())
-        raise ValueError(f"timm cannot build {name} with {given}: {error or type(error).__name__}") from error
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"timm cannot build {name} with {given}: {shortened(reason, 400)}") from error
     target: Any = model if type(model) in MODELS else getattr(model, "model", model)  # features_only wraps it
     if kwargs.get("img_size") is not None and not kwargs.get("dynamic_img_pad") and type(target) in MODELS:
         size, step = target.patch_embed.img_size, target.patch_embed.feat_ratio(as_scalar=False)
