@@ -16,6 +16,7 @@ import os
 import shutil
 import signal
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -140,7 +141,7 @@ def resolve(cfg: DataConfig | Mapping[str, Any]) -> Any:
     return kind(**values)
 
 
-class Dataset:
+class Dataset(ABC):
     """One split. ``labels``: int64 [N]; ``ids``: N stable sample ids; see the methods for images."""
 
     def __init__(self, info: Info, labels: np.ndarray, ids: list[str]):
@@ -158,13 +159,13 @@ class Dataset:
         self.device = torch.device(device)
         return self
 
+    @abstractmethod
     def batch(self, indices: Sequence[int] | Tensor) -> Tensor:
         """float32 [b, C, H, W] in 0..1 at info.img_size: no augmentation, not normalised."""
-        raise NotImplementedError
 
+    @abstractmethod
     def augmented(self, indices: Sequence[int] | Tensor, seed: int, epoch: int) -> Tensor:
         """Like `batch`, with this epoch's training augmentation."""
-        raise NotImplementedError
 
     def iterate(
         self, batches: Sequence[Tensor], *, seed: int = 0, epoch: int | None = None
