@@ -334,12 +334,13 @@ def test_an_interrupt_while_a_worker_starts_is_not_lost(tmp_path):
     """Exceptions in what Python runs around a fork are."""
     ds = folder(make_tree(tmp_path, ("train", "val")), workers=1)
     armed = [signal.SIGINT]
-    os.register_at_fork(after_in_parent=lambda: armed and os.kill(os.getpid(), armed.pop()))
+    os.register_at_fork(after_in_parent=lambda: armed and signal.raise_signal(armed.pop()))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever other tests left there
     handler = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         list(ds.iterate(data.eval_batches(len(ds), 4)))
     assert not armed
-    assert signal.getsignal(signal.SIGINT) is handler
+    assert signal.signal(signal.SIGINT, before) is handler
 
 
 def test_an_interrupt_while_workers_end_is_not_lost(tmp_path, monkeypatch):
