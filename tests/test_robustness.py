@@ -139,7 +139,7 @@ def test_memory_is_flat_over_many_sizes(name):
 
     def alive():
         gc.collect()
-        return sum(isinstance(o, torch.Tensor) for o in gc.get_objects())
+        return sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())  # (isinstance wakes lazy modules)
 
     def run(count):
         with torch.no_grad():
