@@ -13,7 +13,7 @@ import hydra
 import torch
 from omegaconf import DictConfig
 
-from vitpos import cli, config, data, seeds, training
+from vitpos import cli, config, data, runs, seeds, training
 
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="train")
@@ -41,7 +41,7 @@ def main(cfg: DictConfig) -> None:
     # optimizer
     optimizer = training.create_optimizer(model, run.train)
 
-    with training.RunFolder(run, accelerator, train_set, val_set) as folder:
+    with runs.RunFolder(run, accelerator, train_set, val_set) as folder:
         done = folder.restore(model, optimizer, ema)
         if done >= run.train.epochs:
             accelerator.print(f"{folder.path} is finished: {done} of {run.train.epochs} epochs are done")

@@ -26,6 +26,7 @@ ORDER = [
     "seeds",
     "data",
     "config",
+    "runs",
     "training",
     "probes",
     "evaluation",

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from PIL import Image
 
 import vitpos
-from vitpos import data, training
+from vitpos import data, runs
 
 TRAIN = Path(__file__).parents[1] / "train.py"
 TINY = [
@@ -141,14 +141,14 @@ class Stop(BaseException):
 
 
 def stop_after(monkeypatch, epochs: int):
-    save = training.RunFolder.save
+    save = runs.RunFolder.save
 
     def saving(self, row, *args):
         save(self, row, *args)
         if row["epoch"] == epochs:
             raise Stop
 
-    monkeypatch.setattr(training.RunFolder, "save", saving)
+    monkeypatch.setattr(runs.RunFolder, "save", saving)
 
 
 def stopped(monkeypatch, *words: str) -> None:

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import vitpos
-from vitpos import config, data, seeds, training
+from vitpos import config, data, runs, seeds, training
 
 KWARGS = {
     "patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2, "mlp_ratio": 2, "class_token": False,
@@ -150,12 +150,12 @@ def test_evaluate_counts_by_hand():
     assert result["val_loss"] == pytest.approx(log_sum - 5 * is_three, rel=1e-5)
 
 
-def run_folder(path, accelerator, **options) -> training.RunFolder:
+def run_folder(path, accelerator, **options) -> runs.RunFolder:
     parts = [data.load({"name": "digits"}, split) for split in ("train", "val")]
     run = run_config()
     for key, value in {"out": str(path), **options}.items():
         setattr(run, key, value)
-    return training.RunFolder(run, accelerator, *parts)
+    return runs.RunFolder(run, accelerator, *parts)
 
 
 def test_the_loss_scale_of_fp16_goes_on(tmp_path):
