@@ -32,7 +32,10 @@ ORDER = [
     "evaluation",
     "cli",
 ]
-WITHIN = {"backbone": ["parts", "native", "models", "resizing", "attaching", "table"]}  # likewise, inside a package
+WITHIN = {  # likewise, inside a package
+    "backbone": ["parts", "native", "models", "resizing", "attaching", "table"],
+    "data": ["dataset", "batches", "splits", "files", "workers", "digits", "cifar", "folder"],
+}
 APART = {"stats": set(), "report": {"stats"}}  # numbers only: no model code
 
 

@@ -1,0 +1,78 @@
+"""One split of a dataset: what training, probes and checkpoints need of it."""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vitpos import seeds
+
+SPLITS = ("train", "val", "test")
+
+
+@dataclass(frozen=True)
+class Info:
+    """What a model and a checkpoint card need to know of a dataset; img_size is (h, w) in pixels."""
+
+    name: str
+    classes: list[str]
+    in_chans: int
+    img_size: tuple[int, int]
+    mean: list[float]
+    std: list[float]
+
+
+def normalize(x: Tensor, info: Info) -> Tensor:
+    """(x - mean) / std per channel; x: [b, C, H, W] in 0..1."""
+    mean, std = (torch.tensor(v, dtype=x.dtype, device=x.device)[:, None, None] for v in (info.mean, info.std))
+    return (x - mean) / std
+
+
+class Dataset(ABC):
+    """One split. ``labels``: int64 [N]; ``ids``: N stable sample ids; see the methods for images."""
+
+    def __init__(self, info: Info, labels: np.ndarray, ids: list[str]):
+        self.info = info
+        self.labels = torch.from_numpy(np.ascontiguousarray(labels, dtype=np.int64))
+        self.ids = ids
+        self.keys = seeds.sample_keys(ids)
+        self.device = torch.device("cpu")
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def to(self, device: torch.device | str) -> Dataset:
+        """Batches come out on ``device`` from now on; returns self."""
+        self.device = torch.device(device)
+        return self
+
+    @abstractmethod
+    def batch(self, indices: Sequence[int] | Tensor) -> Tensor:
+        """float32 [b, C, H, W] in 0..1 at info.img_size: no augmentation, not normalised."""
+
+    @abstractmethod
+    def augmented(self, indices: Sequence[int] | Tensor, seed: int, epoch: int) -> Tensor:
+        """Like `batch`, with this epoch's training augmentation."""
+
+    def iterate(
+        self, batches: Sequence[Tensor], *, seed: int = 0, epoch: int | None = None
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """(images, labels) for each batch of indices in turn; augmented when an epoch is given."""
+        for indices in batches:
+            x = self.batch(indices) if epoch is None else self.augmented(indices, seed, epoch)
+            yield x, self.labels[indices].to(self.device)
+
+    def _draw(self, indices: Tensor, stream: int, highs: tuple[int, ...]) -> Tensor:
+        """int64 [b, len(highs)] on the device: column j uniform in 0..highs[j]-1, keyed by sample."""
+        return torch.from_numpy(seeds.integers(stream, self.keys[indices.numpy()], highs)).to(self.device)
+
+
+def fingerprint(*parts: Dataset) -> str:
+    """Hash of the sample ids of each part, in order: it says whether two runs train and validate on the same."""
+    return hashlib.blake2b("\n\n".join("\n".join(p.ids) for p in parts).encode(), digest_size=16).hexdigest()
