@@ -36,7 +36,7 @@ def main(cfg: DictConfig) -> None:
     model = training.create_model(run, train_set.info).to(device)
     ema = training.create_ema(model, run.train)
     evaluated = model if ema is None else ema.module
-    criterion = torch.nn.CrossEntropyLoss(label_smoothing=run.train.label_smoothing)
+    criterion = training.create_loss(run.train)
 
     # optimizer
     optimizer = training.create_optimizer(model, run.train)
@@ -59,19 +59,16 @@ def main(cfg: DictConfig) -> None:
                 for step, (x, y) in enumerate(meter.steps(images), epoch * steps_per_epoch):
                     lr = training.set_learning_rate(optimizer, run.train, step, steps)
                     torch.manual_seed(seeds.stream(run.seed, "regularize", step, rank))
-                    with accelerator.autocast():
-                        logits = parallel(
-                            data.normalize(x, train_set.info), **training.coordinates(model, x, run, step)
-                        )
-                    loss = criterion(logits.float(), y)
-                    accelerator.backward(loss)
+                    x, y = training.mix(data.normalize(x, train_set.info), y, train_set.info, run, step)
+                    told = training.coordinates(model, x, run, step)
+                    loss, accuracy = training.backward(accelerator, parallel, criterion, x, y, told, run.train)
                     if run.train.clip_grad > 0:
                         accelerator.clip_grad_norm_(parallel.parameters(), run.train.clip_grad)
                     optimizer.step()
                     optimizer.zero_grad()
                     if ema is not None:
                         ema.update(model, step=step)
-                    total += torch.stack([loss.detach(), (logits.argmax(1) == y).float().mean()])
+                    total += torch.stack([loss, accuracy])
 
                 train_loss, train_accuracy = (accelerator.reduce(total, "mean") / steps_per_epoch).tolist()
                 row = {

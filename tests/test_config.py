@@ -43,7 +43,9 @@ def test_pos_becomes_canonical():
     [
         "seed=-1", "train.epochs=0", "train.batch_size=0", "train.lr=0", "train.pos_lr_mult=-1",
         "train.weight_decay=-0.1", "train.betas=[0.9]", "train.betas=[0.9,1.0]", "train.warmup=1",
-        "train.label_smoothing=1", "train.clip_grad=-1", "train.ema=1", "train.precision=half", "train.threads=0",
+        "train.label_smoothing=1", "train.optimizer=adamwx", "train.layer_decay=0", "train.loss=mse",
+        "train.bce_threshold=1", "train.mixup=-1", "train.cutmix=-1", "train.mix_prob=2", "train.accumulate=0",
+        "train.clip_grad=-1", "train.ema=1", "train.precision=half", "train.threads=0",
     ],
 )  # fmt: skip
 def test_values_out_of_range_are_named(override):

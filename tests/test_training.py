@@ -1,5 +1,7 @@
 import math
+import random
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -106,6 +108,136 @@ def test_optimizer_groups(pos):
             assert group["weight_decay"] == (0.3 if decays else 0.0), name
 
 
+@pytest.mark.parametrize("pos", ["none", "ape1d", "rpb", "ape2d + rope_mixed"])
+def test_layer_decay_by_hand(pos):
+    """Of two blocks: stem 1/8, blocks 1/4 and 1/2, head and last norm 1 - and positions as if there were none."""
+    model = training.create_model(run_config(pos), INFO)
+    cfg = config.TrainConfig(layer_decay=0.5, pos_lr_mult=3.0, weight_decay=0.3)
+    groups = training.create_optimizer(model, cfg).param_groups
+    found = {id(p): (g["lr_scale"], g["weight_decay"]) for g in groups for p in g["params"]}
+    expected = {"patch_embed": 0.125, "blocks.0": 0.25, "blocks.1": 0.5, "fc_norm": 1.0, "head": 1.0}
+    for name, p in model.named_parameters():
+        if training.is_positional(name):
+            assert found[id(p)] == (3.0, 0.0), name
+        else:
+            scale = next(value for stem, value in expected.items() if name.startswith(stem))
+            assert found[id(p)] == (scale, 0.3 if p.ndim > 1 else 0.0), name
+
+
+@pytest.mark.parametrize("name", ["adamw", "lamb", "sgd", "muon", "lion"])
+def test_timms_optimizers_learn(name):
+    """One step against the gradient, at rates that differ as the groups say."""
+    model = training.create_model(run_config("ape1d"), INFO)
+    lr = {"sgd": 0.1, "adamw": 1e-3}.get(name, 2e-3)
+    cfg = config.TrainConfig(optimizer=name, lr=lr, weight_decay=0.0, pos_lr_mult=0.0, layer_decay=0.9)
+    optimizer = training.create_optimizer(model, cfg)
+    training.set_learning_rate(optimizer, cfg, 1, 2)
+    x, y = torch.rand(8, 1, 24, 24), torch.arange(8)
+    before = model.pos_embed.clone()
+    losses = []
+    for _ in range(8):
+        loss = nn.functional.cross_entropy(model(x), y)
+        losses.append(loss.item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[-1] < losses[0] - 0.02
+    assert torch.equal(model.pos_embed, before), "its rate is 0"
+
+
+def test_optimizer_that_cannot_be_built():
+    model = training.create_model(run_config(), INFO)
+    with pytest.raises(ValueError, match=r"^timm cannot build train.optimizer=bnbadamw: "):
+        training.create_optimizer(model, config.TrainConfig(optimizer="bnbadamw"))
+
+
+# loss, mixing, parts of a batch
+
+
+def test_losses_by_hand():
+    logits = torch.tensor([[2.0, 0.0, -1.0]])
+    hard, soft = torch.tensor([1]), torch.tensor([[0.3, 0.1, 0.6]])
+    p = logits.softmax(1)[0]
+    ce = training.create_loss(config.TrainConfig(label_smoothing=0.3))
+    smooth = -(0.8 * p[1].log() + 0.1 * p[0].log() + 0.1 * p[2].log())
+    assert ce(logits, hard) == pytest.approx(smooth.item(), rel=1e-5)
+    mixed = training.create_loss(config.TrainConfig(label_smoothing=0.3, mixup=1.0))
+    assert mixed(logits, soft) == pytest.approx(-(soft[0] * p.log()).sum().item(), rel=1e-5), "smoothed already"
+    sigmoid = logits.sigmoid()[0]
+    for threshold, target in {0.2: [1.0, 0.0, 1.0], 0.5: [0.0, 0.0, 1.0], None: [0.3, 0.1, 0.6]}.items():
+        bce = training.create_loss(config.TrainConfig(loss="bce", mixup=1.0, bce_threshold=threshold))
+        by_hand = -sum(t * s.log() + (1 - t) * (1 - s).log() for t, s in zip(target, sigmoid)) / 3
+        assert bce(logits, soft) == pytest.approx(by_hand.item(), rel=1e-5)
+
+
+def test_mixing_is_off_by_default():
+    x, y = torch.rand(4, 1, 24, 24), torch.arange(4)
+    assert all(a is b for a, b in zip(training.mix(x, y, INFO, run_config(), 0), (x, y)))
+
+
+@pytest.mark.parametrize("kind", ["mixup", "cutmix"])
+def test_mixing_by_hand(kind):
+    """Each image meets the one at the other end of the batch; labels say how much of each is there."""
+    x, y = torch.rand(6, 1, 24, 24), torch.arange(6)
+    run = run_config(label_smoothing=0.0, **{kind: 1.0})
+    mixed, target = training.mix(x.clone(), y, INFO, run, 3)
+    share = target[0, 0].item()
+    assert 0 < share < 1
+    if kind == "mixup":
+        torch.testing.assert_close(mixed, share * x + (1 - share) * x.flip(0))
+    else:
+        kept = mixed == x
+        assert torch.equal(torch.where(kept, x, x.flip(0)), mixed)
+        assert kept[0].float().mean().item() == pytest.approx(share, abs=1e-6)
+    expected = share * torch.eye(10)[y] + (1 - share) * torch.eye(10)[y.flip(0)]
+    torch.testing.assert_close(target, expected)
+
+
+def test_mixing_is_keyed_by_seed_and_step_and_leaves_global_generators_alone():
+    x, y = torch.rand(4, 1, 24, 24), torch.arange(4)
+
+    def mixed(seed, step, global_seed):
+        torch.manual_seed(global_seed)
+        random.seed(global_seed)
+        np.random.seed(global_seed)  # noqa: NPY002
+        result = training.mix(x.clone(), y, INFO, run_config(seed=seed, mixup=0.8, cutmix=1.0), step)[0]
+        return result, (torch.rand(1).item(), random.random(), np.random.rand())  # noqa: NPY002
+
+    first, after = mixed(0, 3, 0)
+    again, _ = mixed(0, 3, 1)
+    assert torch.equal(first, again)
+    assert not torch.equal(first, mixed(0, 4, 0)[0])
+    assert not torch.equal(first, mixed(1, 3, 0)[0])
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002
+    assert after == (torch.rand(1).item(), random.random(), np.random.rand())  # noqa: NPY002
+    assert not torch.equal(first, x), "the control: something was drawn"
+
+
+def test_parts_of_a_batch_have_its_gradient():
+    accelerator = training.start(config.TrainConfig(cpu=True))
+    x, y = torch.rand(12, 1, 24, 24), torch.arange(12) % 10
+    found = {}
+    for parts in (1, 3, 4):
+        model = training.create_model(run_config("rpb"), INFO)
+        cfg = config.TrainConfig(accumulate=parts)
+        loss, accuracy = training.backward(accelerator, model, training.create_loss(cfg), x, y, {}, cfg)
+        found[parts] = loss, accuracy, torch.cat([p.grad.flatten() for p in model.parameters()])
+    for parts in (3, 4):
+        for whole, cut in zip(found[1], found[parts]):
+            torch.testing.assert_close(cut, whole, rtol=1e-4, atol=1e-6)
+    halved = torch.cat([found[1][2] / 2])
+    assert not torch.allclose(halved, found[1][2], rtol=1e-4, atol=1e-6), "the control: what a wrong scale would give"
+
+
+def test_a_batch_that_cannot_be_cut_or_paired():
+    with pytest.raises(ValueError, match=r"train.accumulate=3 does not divide the 32 images"):
+        training.start(config.TrainConfig(cpu=True, batch_size=32, accumulate=3))
+    with pytest.raises(ValueError, match=r"pair images: the 33 of each process must be an even number"):
+        training.start(config.TrainConfig(cpu=True, batch_size=33, cutmix=1.0))
+
+
 def test_positional_parameters_exist_where_expected():
     """The control of the test above: without it a renamed parameter would pass as an ordinary one."""
     for pos, expected in {"ape1d": True, "rpb": True, "ape2d": True, "rope_axial": False, "none": False}.items():
@@ -192,6 +324,26 @@ def test_another_run_takes_the_folder_meanwhile(tmp_path, monkeypatch):
     assert not list(taken[0].iterdir())
 
 
+@pytest.mark.parametrize("pos", ["ape1d", "rope_axial", "rpb", "cpe"])
+def test_dropped_patches_and_paths_follow_the_stream_not_the_encoding(pos):
+    def dropped(pos, step):
+        model = training.create_model(run_config(pos, kwargs={"drop_path_rate": 0.5, "patch_drop_rate": 0.25}), INFO)
+        seen = []
+        model.patch_drop.register_forward_hook(lambda _, args, out: seen.append(out[1].sort().values))
+        for block in model.blocks[1:]:  # the first one's rate is 0
+            for path in (block.drop_path1, block.drop_path2):
+                path.register_forward_hook(lambda _, args, out: seen.append(out.abs().sum((1, 2)) > 0))
+        torch.manual_seed(seeds.stream(0, "regularize", step, 0))
+        model.train()(torch.rand(16, 1, 24, 24))
+        return seen
+
+    none, ours, later = dropped("none", 0), dropped(pos, 0), dropped(pos, 1)
+    assert ours[0].shape == (16, 27)
+    assert 0 < torch.cat(ours[1:]).float().mean() < 1
+    assert all(torch.equal(a, b) for a, b in zip(none, ours))
+    assert not any(torch.equal(a, b) for a, b in zip(none, later))
+
+
 def test_streams_of_different_purposes_differ():
-    names = ["backbone", "encoding", "order", "augment", "regularize", "split", "placement"]
+    names = ["backbone", "encoding", "order", "augment", "regularize", "split", "placement", "mix"]
     assert len({seeds.stream(0, n) for n in names}) == len(names)

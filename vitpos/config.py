@@ -22,10 +22,12 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from timm.optim import list_optimizers
 
 from vitpos import data, spec
 
 PRECISIONS = ("no", "bf16", "fp16")
+LOSSES = ("ce", "bce")
 # how and where, not what: a run may go on elsewhere, its data moved
 MOVABLE = ("out", "resume", "train.cpu", "train.threads", "data.workers", "data.root", "data.download")
 
@@ -58,7 +60,15 @@ class TrainConfig:
     weight_decay: float = 0.05
     betas: list[float] = field(default_factory=lambda: [0.9, 0.98])
     warmup: float = 0.1  # fraction of all steps, then cosine to zero
+    optimizer: str = "adamw"  # any of timm.optim.list_optimizers() that needs no closure
+    layer_decay: float | None = None  # factor of the learning rate from one block to the one before it, e.g. 0.75
+    loss: str = "ce"  # ce (cross-entropy) or bce (binary cross-entropy of each class)
+    bce_threshold: float | None = 0.2  # bce: targets above it count as 1, others as 0; null takes them as they are
     label_smoothing: float = 0.1
+    mixup: float = 0.0  # alpha of the beta distribution that two images' shares are drawn from; 0: off
+    cutmix: float = 0.0  # the same for the pasted area; with mixup too, each batch draws one of the two
+    mix_prob: float = 1.0  # of a batch to be mixed at all
+    accumulate: int = 1  # parts that a batch is cut into: less memory, the same step
     coords: CoordsConfig = field(default_factory=CoordsConfig)
     clip_grad: float = 1.0  # largest gradient norm; 0 switches clipping off
     ema: float | None = None  # decay of an exponential moving average of the weights, e.g. 0.999
@@ -119,6 +129,7 @@ def _build(kind: Any, values: dict[str, Any], prefix: str) -> Any:
 def check(run: RunConfig) -> None:
     """Raise ValueError for a value out of its range."""
     t = run.train
+    optimizers = [str(name) for name in list_optimizers()]
     rules = [
         ("seed", run.seed, run.seed >= 0, "0 or more"),
         ("train.epochs", t.epochs, t.epochs >= 1, "1 or more"),
@@ -129,6 +140,19 @@ def check(run: RunConfig) -> None:
         ("train.weight_decay", t.weight_decay, t.weight_decay >= 0, "0 or more"),
         ("train.betas", t.betas, len(t.betas) == 2 and all(0 <= b < 1 for b in t.betas), "two numbers in [0, 1)"),
         ("train.warmup", t.warmup, 0 <= t.warmup < 1, "in [0, 1)"),
+        ("train.optimizer", t.optimizer, t.optimizer in optimizers, f"timm's; {spec.nearest(t.optimizer, optimizers)}"),
+        ("train.layer_decay", t.layer_decay, t.layer_decay is None or 0 < t.layer_decay <= 1, "null or in (0, 1]"),
+        ("train.loss", t.loss, t.loss in LOSSES, f"one of {', '.join(LOSSES)}"),
+        (
+            "train.bce_threshold",
+            t.bce_threshold,
+            t.bce_threshold is None or 0 <= t.bce_threshold < 1,
+            "null or in [0, 1)",
+        ),
+        ("train.mixup", t.mixup, t.mixup >= 0, "0 or more"),
+        ("train.cutmix", t.cutmix, t.cutmix >= 0, "0 or more"),
+        ("train.mix_prob", t.mix_prob, 0 <= t.mix_prob <= 1, "in [0, 1]"),
+        ("train.accumulate", t.accumulate, t.accumulate >= 1, "1 or more"),
         ("train.label_smoothing", t.label_smoothing, 0 <= t.label_smoothing < 1, "in [0, 1)"),
         ("train.coords.shift", t.coords.shift, t.coords.shift >= 0, "0 or more"),
         ("train.coords.stretch", t.coords.stretch, t.coords.stretch >= 1, "1 or more"),

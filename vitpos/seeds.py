@@ -6,7 +6,10 @@ backbone weights and see the same batches, augmentations and dropout masks; and 
 (seed, epoch, step or sample id), the position in training is two integers, whatever the number of processes.
 """
 
+import contextlib
 import hashlib
+import random
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -30,6 +33,24 @@ def stream(seed: int, name: str, *keys: int) -> int:
 def generator(seed: int, name: str, *keys: int) -> torch.Generator:
     """CPU generator at the start of the stream (seed, name, keys)."""
     return torch.Generator().manual_seed(stream(seed, name, *keys))
+
+
+@contextlib.contextmanager
+def global_generators(start: int) -> Iterator[None]:
+    """Python's, NumPy's and PyTorch's own generators at ``start`` inside the block, and as they were after it.
+
+    For libraries that draw from them; PyTorch's on the CPU only.
+    """
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
+    random.seed(start)
+    np.random.seed(start & 0xFFFFFFFF)  # noqa: NPY002
+    torch.default_generator.manual_seed(start)
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])  # noqa: NPY002
+        torch.set_rng_state(before[2])
 
 
 def sample_keys(ids: list[str]) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import multiprocessing
@@ -15,7 +16,9 @@ import timm
 import torch
 from accelerate import Accelerator
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-from timm.optim import param_groups_weight_decay
+from timm.data import Mixup
+from timm.loss import BinaryCrossEntropy
+from timm.optim import create_optimizer_v2, get_optimizer_info, param_groups_layer_decay, param_groups_weight_decay
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
@@ -34,6 +37,15 @@ def start(cfg: TrainConfig) -> Accelerator:
     if accelerator.num_processes != int(os.environ.get("WORLD_SIZE", "1")):
         raise ValueError(
             f"torchrun started {os.environ['WORLD_SIZE']} processes, {accelerator.num_processes} work together"
+        )
+    share, rest = divmod(cfg.batch_size, accelerator.num_processes)
+    if rest == 0 and share % cfg.accumulate:
+        raise ValueError(
+            f"train.accumulate={cfg.accumulate} does not divide the {share} images that each process has of a batch"
+        )
+    if rest == 0 and mixes(cfg) and share % 2:
+        raise ValueError(
+            f"train.mixup and train.cutmix pair images: the {share} of each process must be an even number"
         )
     return accelerator
 
@@ -57,14 +69,26 @@ def is_positional(name: str) -> bool:
 
 
 def create_optimizer(model: Any, cfg: TrainConfig) -> torch.optim.Optimizer:
-    """AdamW over timm's parameter groups; the encoding's parameters get no decay and a learning rate of their own."""
+    """timm's optimizer over its parameter groups, whose ``lr_scale`` the schedule multiplies its rate by.
+
+    The encoding's parameters get no decay and a learning rate of their own, whatever layer they belong to.
+    """
     positional = [p for name, p in model.named_parameters() if is_positional(name) and p.requires_grad]
     ours = {id(p) for p in positional}
-    groups = param_groups_weight_decay(model, cfg.weight_decay, no_weight_decay_list=model.no_weight_decay())
-    groups = [{**g, "params": [p for p in g["params"] if id(p) not in ours], "lr_scale": 1.0} for g in groups]
+    told: Any = {"weight_decay": cfg.weight_decay, "no_weight_decay_list": model.no_weight_decay()}
+    if cfg.layer_decay is None:
+        groups = [{"lr_scale": 1.0, **group} for group in param_groups_weight_decay(model, **told)]
+    else:
+        groups = param_groups_layer_decay(model, layer_decay=cfg.layer_decay, **told)
+    groups = [{**g, "params": [p for p in g["params"] if id(p) not in ours]} for g in groups]
     groups.append({"params": positional, "weight_decay": 0.0, "lr_scale": cfg.pos_lr_mult})
-    groups = [g for g in groups if g["params"]]
-    return torch.optim.AdamW(groups, lr=cfg.lr, betas=(cfg.betas[0], cfg.betas[1]), fused=True)
+    options: Any = {"betas": (cfg.betas[0], cfg.betas[1])} if get_optimizer_info(cfg.optimizer).has_betas else {}
+    if cfg.optimizer in ("adam", "adamw"):
+        options["fused"] = True
+    try:
+        return create_optimizer_v2([g for g in groups if g["params"]], cfg.optimizer, lr=cfg.lr, **options)
+    except (ValueError, TypeError, AssertionError, ImportError, RuntimeError) as error:
+        raise ValueError(f"timm cannot build train.optimizer={cfg.optimizer}: {error}") from error
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, cfg: TrainConfig, step: int, steps: int) -> float:
@@ -86,6 +110,52 @@ def coordinates(model: Any, x: Tensor, run: RunConfig, step: int) -> dict[str, T
     grid = positions.grid(*model.patch_embed.dynamic_feat_size(tuple(x.shape[-2:])))
     draws = seeds.generator(run.seed, "coordinates", step)
     return {"coords": positions.augment(grid, **dataclasses.asdict(run.train.coords), generator=draws).to(x.device)}
+
+
+def create_loss(cfg: TrainConfig) -> nn.Module:
+    """Of logits [b, classes] and classes [b], or shares of classes [b, classes] which are smoothed already."""
+    smoothing = 0.0 if mixes(cfg) else cfg.label_smoothing
+    if cfg.loss == "bce":
+        return BinaryCrossEntropy(smoothing, cfg.bce_threshold)
+    return nn.CrossEntropyLoss(label_smoothing=smoothing)
+
+
+def mixes(cfg: TrainConfig) -> bool:
+    return cfg.mixup > 0 or cfg.cutmix > 0
+
+
+def mix(x: Tensor, y: Tensor, info: data.Info, run: RunConfig, step: int) -> tuple[Tensor, Tensor]:
+    """Images [b, C, H, W] (overwritten) and labels [b], by mixup or CutMix where the configuration asks for them.
+
+    Labels are then shares of classes [b, classes], smoothed. One draw a batch, keyed by the step; a process mixes the
+    images that it has, so with another number of processes other images meet.
+    """
+    t = run.train
+    if not mixes(t):
+        return x, y
+    classes = len(info.classes)
+    mixer = Mixup(t.mixup, t.cutmix, prob=t.mix_prob, label_smoothing=t.label_smoothing, num_classes=classes)
+    with seeds.global_generators(seeds.stream(run.seed, "mix", step)):
+        return mixer(x, y)
+
+
+def backward(
+    accelerator: Accelerator, model: nn.Module, criterion: nn.Module, x: Tensor, y: Tensor, told: Any, cfg: TrainConfig
+) -> tuple[Tensor, Tensor]:
+    """Add the gradient of the mean loss over a batch, part by part, and return its loss and accuracy.
+
+    ``told`` is what the model is given besides the images. A mixed image counts for its larger label.
+    """
+    parts, loss, correct = cfg.accumulate, torch.zeros((), device=x.device), torch.zeros((), device=x.device)
+    for i, (images, target) in enumerate(zip(x.chunk(parts), y.chunk(parts)), start=1):
+        with contextlib.nullcontext() if i == parts else accelerator.no_sync(model):
+            with accelerator.autocast():
+                logits = model(images, **told)
+            share = criterion(logits.float(), target) / parts
+            accelerator.backward(share)
+        loss += share.detach()
+        correct += (logits.argmax(1) == (target if target.ndim == 1 else target.argmax(1))).sum()
+    return loss, correct / len(x)
 
 
 def create_ema(model: nn.Module, cfg: TrainConfig) -> ModelEmaV3 | None:
