@@ -14,3 +14,8 @@ import torch  # noqa: E402
 def _reproducible():
     torch.set_num_threads(1)
     torch.manual_seed(0)
+
+
+def pytest_configure(config):
+    """Swaps of encodings are what most tests are about; tests/test_preserving.py sees that they warn."""
+    config.addinivalue_line("filterwarnings", r"ignore:\w+ had .* now. it computes something else")

@@ -15,6 +15,7 @@ ORDER = [
     "positions",
     "encoding",
     "encodings",
+    "easing",
     "attention",
     "composition",
     "pages",
@@ -33,7 +34,7 @@ ORDER = [
     "cli",
 ]
 WITHIN = {  # likewise, inside a package
-    "backbone": ["parts", "native", "models", "resizing", "attaching", "table"],
+    "backbone": ["parts", "native", "models", "resizing", "preserving", "attaching", "table"],
     "data": ["dataset", "batches", "splits", "files", "workers", "digits", "cifar", "folder"],
 }
 APART = {"stats": set(), "report": {"stats"}}  # numbers only: no model code

@@ -2,7 +2,7 @@
 
 from vitpos import encodings as _encodings  # noqa: F401  (registers them)
 from vitpos import names as _names  # noqa: F401  (and their names in timm's registry)
-from vitpos.backbone import attach, create_model, resize_policy, set_resize
+from vitpos.backbone import ColdSwapWarning, attach, create_model, resize_policy, set_fade, set_resize
 from vitpos.checkpoint import load, read_card, save
 from vitpos.conversions import convert
 from vitpos.encoding import Encoding, describe
@@ -10,6 +10,7 @@ from vitpos.spec import list_encodings, parse, register
 
 __version__ = "0.1.0"
 __all__ = [
+    "ColdSwapWarning",
     "Encoding",
     "attach",
     "convert",
@@ -22,5 +23,6 @@ __all__ = [
     "register",
     "resize_policy",
     "save",
+    "set_fade",
     "set_resize",
 ]

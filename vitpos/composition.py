@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from vitpos import easing
 from vitpos.attention import Signal, exact
 from vitpos.encoding import Encoding, Geometry
 from vitpos.positions import Positions
@@ -40,7 +41,12 @@ def why_not(first: str, second: str, native_rotates: bool = False) -> str | None
 
 
 def check_combination(spec: Spec, native_rotates: bool = False) -> None:
-    """ValueError, with the reason, for encodings that make no sense together."""
+    """ValueError, with the reason, for encodings that make no sense together, or not gated or fading."""
+    for term in spec.terms:
+        if term.modifier == "gated" and lookup(term.name).beginning(dict(term.options)) != "gate":
+            raise ValueError(f"{term.name} has no gate: its own weights can begin at 0")
+        if term.modifier == "fading" and lookup(term.name).sites() != ("tokens",):
+            raise ValueError(f"{term.name} cannot fade; only what is added to the tokens can, such as ape1d")
     for first, second in itertools.combinations(spec.names, 2):
         if reason := why_not(first, second, native_rotates):
             raise ValueError(reason)
@@ -50,8 +56,11 @@ class Position(nn.Module):
     """The encodings of one model: ``shared`` by all layers, and in ``layers`` one set for each block.
 
     Legend as in ``attention.py``. ``spec`` is what was asked for; the training grid lies in ``geometry``; ``native``
-    are the classes that ``native`` stands for, where the model holds an encoding in modules of its own.
+    are the classes that ``native`` stands for, where the model holds an encoding in modules of its own. Of the
+    encodings named in ``fading`` a share is left that a schedule sets, ``faded`` (see ``easing``).
     """
+
+    faded: Tensor
 
     def __init__(self, spec: Spec, geometry: Geometry, native: Sequence[type[Encoding]] = ()) -> None:
         super().__init__()
@@ -59,6 +68,9 @@ class Position(nn.Module):
         self.spec = spec
         self.geometry = geometry
         self.native = tuple(native)
+        self.fading = {t.name for t in spec.terms if t.modifier == "fading"}
+        if self.fading:
+            self.register_buffer("faded", torch.zeros((), dtype=torch.int64))
         chosen = [(t, cls) for t in spec.terms for cls in self._classes(t)]
         self.shared = nn.ModuleDict({t.name: _build(cls, t, geometry) for t, cls in chosen if not cls.per_layer})
         own = [(t, cls) for t, cls in chosen if cls.per_layer]
@@ -74,7 +86,7 @@ class Position(nn.Module):
         terms = []
         for term in self.spec.terms:
             found = {key: getattr(one[term.name], key, None) if value is None else value for key, value in term.options}
-            terms.append(Term(term.name, tuple(found.items())).resolved)
+            terms.append(replace(term, options=tuple(found.items())).resolved)
         return " + ".join(terms)
 
     def _classes(self, term: Term) -> Sequence[type[Encoding]]:
@@ -90,6 +102,8 @@ class Position(nn.Module):
         for group, before in zip((self.shared, *self.layers), (other.shared, *other.layers)):
             for name in set(names) & set(group):  # type: ignore[arg-type]
                 group[name] = before[name]  # type: ignore[index]
+        if self.fading and other.fading:
+            self.faded = other.faded
 
     def forward(self, what: str, *given: Any) -> Any:
         """One of the methods below, by name: a call of the module, which tools that follow calls take as one step."""
@@ -107,7 +121,9 @@ class Position(nn.Module):
             for encoding in _encodings(self.shared):
                 if "tokens" not in encoding.sites():
                     continue
-                vectors = encoding.tokens(pos, *_held(encoding, held))
+                vectors = _gated(encoding, encoding.tokens(pos, *_held(encoding, held)))
+                if encoding.name in self.fading:
+                    vectors = vectors * easing.left(self.faded, vectors)
                 total = vectors if total is None else total + vectors
         return total
 
@@ -144,7 +160,14 @@ def _encodings(group: nn.Module) -> Iterator[Encoding]:
 
 
 def _build(cls: type[Encoding], term: Term, geometry: Geometry) -> Encoding:
-    return cls(geometry, **dict(term.options))
+    encoding = cls(geometry, **dict(term.options))
+    if term.modifier == "gated":
+        encoding.gate = nn.Parameter(torch.zeros(1 if "tokens" in cls.sites() else geometry.heads))
+    return encoding
+
+
+def _gated(encoding: Encoding, given: Any) -> Any:
+    return given if encoding.gate is None else easing.gated(given, encoding.gate)
 
 
 def _held(encoding: Encoding, held: Held) -> list[Any]:
@@ -154,9 +177,10 @@ def _held(encoding: Encoding, held: Held) -> list[Any]:
 def _signal(signal: Signal, encodings: nn.Module, pos: Positions, held: Held) -> Signal:
     for encoding in _encodings(encodings):
         if "angles" in encoding.sites():
-            signal = replace(signal, angles=encoding.angles(pos, *_held(encoding, held)))
+            signal = replace(signal, angles=_gated(encoding, encoding.angles(pos, *_held(encoding, held))))
         if "bias" in encoding.sites():
-            signal = replace(signal, biases=(*signal.biases, encoding.bias(pos, *_held(encoding, held))))
+            bias = _gated(encoding, encoding.bias(pos, *_held(encoding, held)))
+            signal = replace(signal, biases=(*signal.biases, bias))
         if "scale" in encoding.sites():
             signal = replace(signal, scale=signal.scale * encoding.scale(pos))
     return signal

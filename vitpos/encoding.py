@@ -20,7 +20,7 @@ Sign of an offset, everywhere: query minus key.
 from __future__ import annotations
 
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -149,6 +149,7 @@ class Encoding(nn.Module):
     suite confirms each law that is declared and sees each one fail that is not.
     ``per_layer`` says that every block has its own instance; otherwise one serves all, computed once a forward.
     ``version`` goes up when the same spec and weights would give other numbers.
+    ``zeros`` names parameters that, all at 0, make the encoding change nothing while they still learn.
     """
 
     name: ClassVar[str]
@@ -159,16 +160,27 @@ class Encoding(nn.Module):
     per_layer: ClassVar[bool] = False
     version: ClassVar[int] = 1
     model_parameter: ClassVar[str | None] = None  # what timm's own model holds of it, passed to its sites
+    zeros: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, geometry: Geometry, *, resize: str | None = None) -> None:
         super().__init__()
         self.geometry = geometry
         self.resize = self.default_resize = resize
+        self.gate: nn.Parameter | None = None  # what the encoding's data are multiplied by, in a spec with gated(...)
 
     @classmethod
     def resolve(cls, given: dict[str, Any]) -> dict[str, Any]:
         """Fill in options whose default depends on other options."""
         return given
+
+    @classmethod
+    def beginning(cls, given: Mapping[str, Any]) -> Literal["gate", "zeros", "nothing"]:
+        """How the encoding of these options can begin with no effect on a model, to be learned from there.
+
+        By a ``gate`` at 0, by its parameters ``zeros`` at 0, or by doing ``nothing``, since it has no effect on the
+        training grid. Raises ValueError, with the reason, where there is no such beginning.
+        """
+        return "zeros" if cls.zeros else "gate"
 
     def reset_parameters(self) -> None:
         """Draw the encoding's own weights anew from the global random state."""

@@ -51,6 +51,10 @@ def overview() -> str:
             "## Which combine",
             "",
             *_combinations(),
+            "",
+            "## How each begins in a trained model",
+            "",
+            *_beginnings(),
         ]
     )
 
@@ -63,6 +67,38 @@ def _combinations() -> list[str]:
         "",
         "- `none` with any other: it means no position at all;",
         f"- two of {', '.join(f'`{name}`' for name in clashing)}: both would rotate q and k.",
+    ]
+
+
+def _beginnings() -> list[str]:
+    """What ``attach(..., preserve=True)`` does about each encoding."""
+    names = [name for name in list_encodings() if name not in ("native", "none")]
+    found: dict[str, list[str]] = {"gate": [], "zeros": [], "nothing": []}
+    refused = []
+    for name in names:
+        try:
+            found[REGISTRY[name].beginning(dict(parse(name).terms[0].options))].append(f"`{name}`")
+        except ValueError as error:
+            refused.append(f"| no | {error} | `{name}` |")
+    possible = [name for group in found.values() for name in group]
+    exact = [f"`{name}`" for name in names if not {"bias", "mix"} & set(REGISTRY[name].sites())]
+    exact = [name for name in exact if name in possible]
+    return [
+        "`vitpos.attach(model, spec, preserve=True)` leaves what a model computes as it is; fine-tuning goes on from "
+        "there. What was added to its tokens (an absolute table) stays and fades as `vitpos.set_fade` says. Its logits "
+        f"are equal bit for bit with {', '.join(exact)} (without `free_prefix`), to rounding "
+        "with the others.",
+        "",
+        "| possible | how | encodings |",
+        "| --- | --- | --- |",
+        f"| yes | a learned gate, one number a head (or for all tokens), begins at 0 | {', '.join(found['gate'])} |",
+        f"| yes | its own weights (of a network, those of the last layer) begin at 0 | {', '.join(found['zeros'])} |",
+        f"| yes | it has no effect on the training grid | {', '.join(found['nothing'])} |",
+        *refused,
+        "",
+        "With `wrap=True` the fixed rotations turn by whole cycles and cannot begin at 0 (`rope_mixed` can); "
+        "`cpb(center=False)` cannot. A rotation or bias that the model has already is kept, not faded: "
+        "`native + rpb` adds to it.",
     ]
 
 

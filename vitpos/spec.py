@@ -4,6 +4,9 @@ A spec is a name, optional keyword arguments that are Python literals, and ``+``
 
     rope_axial                      rope_axial(theta=50.0)                 rope_mixed + ape1d
 
+An encoding may come or go while a model trains: ``gated(rope_axial)`` starts with no effect and learns how much of
+it to take, ``fading(ape1d)`` is an absolute encoding that a schedule takes away.
+
 It is parsed, never evaluated. ``str(parse(text))`` is canonical (defaults left out, order kept), so that a
 config, a log, a checkpoint and a table row can all hold the same string.
 """
@@ -17,10 +20,11 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 REGISTRY: dict[str, Any] = {}  # name -> class
+MODIFIERS = ("gated", "fading")
 _Class = TypeVar("_Class", bound=type)
 
 
@@ -31,8 +35,11 @@ def register(name: str) -> Callable[[_Class], _Class]:
         old = REGISTRY.get(name, cls)
         if (old.__module__, old.__qualname__) != (cls.__module__, cls.__qualname__):  # a reload is the same class
             raise ValueError(f"encoding {name!r} is already registered by {old.__module__}.{old.__qualname__}")
-        if not name.isidentifier():
-            raise ValueError(f"encoding name {name!r} must be a Python identifier, to be usable in a spec")
+        if not name.isidentifier() or name in MODIFIERS:
+            raise ValueError(
+                f"encoding name {name!r} must be a Python identifier, to be usable in a spec, and none of "
+                f"{', '.join(MODIFIERS)}"
+            )
         REGISTRY[name] = cls
         cls.name = name  # type: ignore[attr-defined]
         return cls
@@ -116,10 +123,14 @@ def options(name: str) -> dict[str, Option]:
 
 @dataclass(frozen=True)
 class Term:
-    """One encoding of a spec, with every option resolved (those given and those by default)."""
+    """One encoding of a spec, with every option resolved (those given and those by default).
+
+    ``modifier`` is one of ``MODIFIERS``, or "" for an encoding that is simply there.
+    """
 
     name: str
     options: tuple[tuple[str, Any], ...]
+    modifier: str = ""
 
     @classmethod
     def build(cls, name: str, given: Mapping[str, Any]) -> Term:
@@ -133,7 +144,8 @@ class Term:
 
     def _format(self, pairs: Iterable[tuple[str, Any]]) -> str:
         inside = ", ".join(f"{key}={value!r}" for key, value in pairs)
-        return f"{self.name}({inside})" if inside else self.name
+        text = f"{self.name}({inside})" if inside else self.name
+        return f"{self.modifier}({text})" if self.modifier else text
 
     def __str__(self) -> str:
         known = options(self.name)
@@ -209,11 +221,20 @@ def _summands(node: ast.expr) -> list[ast.expr]:
 
 
 def _term(node: ast.expr, text: str) -> Term:
-    if isinstance(node, ast.Name):
+    if isinstance(node, ast.Name) and node.id not in MODIFIERS:
         return Term.build(node.id, {})
+    if isinstance(node, ast.Name):
+        raise ValueError(f"{node.id} holds one encoding, as in {node.id}(ape1d); got {shortened(text)!r}")
     if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)):
         raise _malformed(text)
     name = node.func.id
+    if name in MODIFIERS:
+        if len(node.args) != 1 or node.keywords:
+            raise ValueError(f"{name} holds one encoding, as in {name}(ape1d); got {shortened(text)!r}")
+        term = _term(node.args[0], text)
+        if term.modifier:
+            raise ValueError(f"{term.name} is {term.modifier} and {name} at once in {shortened(text)!r}; use one")
+        return replace(term, modifier=name)
     lookup(name)
     if node.args:
         raise ValueError(f"{name}: options are given by name, as in {name}({_example(name)}); got {shortened(text)!r}")

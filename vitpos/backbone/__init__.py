@@ -5,10 +5,11 @@ attentions, in place, to real subclasses defined here. Parameters, options and n
 
 ``parts``: patch embeddings and attentions; ``native``: encodings that timm's own modules hold; ``models``: the one
 block loop and what the model classes differ in; ``attaching``: from a timm model to one with an encoding;
-``resizing``: the policies of a model's encodings.
+``preserving``: how it begins there without changing what the model computes; ``resizing``: the policies of a
+model's encodings.
 """
 
-from vitpos.backbone.attaching import attach, create_model
+from vitpos.backbone.attaching import ColdSwapWarning, attach, create_model
 from vitpos.backbone.models import (
     Beit,
     Eva,
@@ -17,10 +18,12 @@ from vitpos.backbone.models import (
     VisionTransformerDistilled,
     VisionTransformerRelPos,
 )
+from vitpos.backbone.preserving import set_fade
 from vitpos.backbone.resizing import position_of, resize_policy, set_resize
 
 __all__ = [
     "Beit",
+    "ColdSwapWarning",
     "Eva",
     "PositionMixin",
     "VisionTransformer",
@@ -30,5 +33,6 @@ __all__ = [
     "create_model",
     "position_of",
     "resize_policy",
+    "set_fade",
     "set_resize",
 ]

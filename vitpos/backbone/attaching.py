@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import warnings
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -15,6 +16,7 @@ from vitpos import positions
 from vitpos.backbone.models import BLOCKS, MODELS
 from vitpos.backbone.native import OWN, ROTARY
 from vitpos.backbone.parts import PARTS, PATCH_EMBEDS, attentions_of, not_a_multiple
+from vitpos.backbone.preserving import begin, changed, preserved
 from vitpos.composition import Position, check_combination
 from vitpos.encoding import Geometry
 from vitpos.hub import describe_for_timm
@@ -30,14 +32,23 @@ WHY_NOT = {  # classes of timm whose refusal has a better reason than being unkn
 }
 
 
+class ColdSwapWarning(UserWarning):
+    """A trained model was given another encoding, and now computes something else."""
+
+
 def create_model(
-    name: str, pos: str | Spec = "native", *, encoding_seed: int | None = None, **kwargs: Any
+    name: str,
+    pos: str | Spec = "native",
+    *,
+    preserve: bool | None = None,
+    encoding_seed: int | None = None,
+    **kwargs: Any,
 ) -> nn.Module:
     """A timm model of this name with the position encoding ``pos``.
 
-    ``kwargs`` are those of ``timm.create_model``. The backbone draws its weights as timm does, whatever the
-    encoding; the encoding draws after it, from ``encoding_seed`` if given (the global random state is then
-    untouched by it).
+    ``kwargs`` are those of ``timm.create_model``; ``preserve`` is that of ``attach``. The backbone draws its weights
+    as timm does, whatever the encoding; the encoding draws after it, from ``encoding_seed`` if given (the global
+    random state is then untouched by it).
 
     Raises ValueError for an unknown model, encoding or option, an image size that is no multiple of the patch
     size, a width that the encoding cannot serve; TypeError for a model or option of a kind that is not served.
@@ -69,31 +80,40 @@ def create_model(
     with torch.random.fork_rng(enabled=encoding_seed is not None):
         if encoding_seed is not None:
             torch.manual_seed(encoding_seed)
-        _attach(target, spec, trained=trained)
+        _attach(target, spec, trained=trained, preserve=preserve)
     return model
 
 
-def attach(model: nn.Module, pos: str | Spec) -> nn.Module:
+def attach(model: nn.Module, pos: str | Spec, *, preserve: bool | None = None) -> nn.Module:
     """Exchange the position encoding of a timm vision transformer, in place, and return the model.
 
     ``native`` keeps what the model has and changes no logit at its own size; what else it has of its own (an
     absolute table, rotary tables, biases) goes away unless ``pos`` names it. An absolute table that goes first
     leaves its rows for class and register tokens in those tokens. ``ape1d`` keeps the model's table.
 
+    With ``preserve=True`` the model computes what it did, to the last bit where q and k rotate and to rounding where
+    the logits get a bias, and is fine-tuned from there: a new encoding begins at zero (its weights, or a gate: the
+    spec then says ``gated``), what was added to the tokens stays and is ``fading``, until ``set_fade`` has taken it
+    away. ``docs/encodings`` lists how each encoding begins, and which cannot. Without it a trained model must be
+    fine-tuned before it is of use: a ``ColdSwapWarning`` says so, unless ``preserve=False`` says that this is meant.
+
     Raises TypeError for a model of a kind that is not served, with the class that is in the way and why; ValueError
     for a spec that makes no sense or does not fit the model. Nothing is then changed.
     """
-    _attach(model, parse(pos), trained=True)
+    _attach(model, parse(pos), trained=True, preserve=preserve)
     return model
 
 
-def _attach(model: Any, spec: Spec, trained: bool) -> None:
+def _attach(model: Any, spec: Spec, trained: bool, preserve: bool | None) -> None:
     _check_served(model)
     check_combination(spec)
-    kept = getattr(model, "position", None) if "native" in spec.names else None  # with its weights
+    kept = getattr(model, "position", None) if preserve or "native" in spec.names else None  # with its weights
     kind: Any = MODELS.get(type(model), type(model))
     own = [OWN[name] for name in (*kind.own(model), *kind.own_of(model, model.blocks[0]))]
-    spec = _resolve_native(model, spec, own=bool(own))
+    found = _found(model, own=bool(own))
+    spec = _resolve_native(spec, found)
+    if preserve:
+        spec = preserved(spec, found, kept)
     attention = attentions_of(model.blocks[0])[0]
     geometry = Geometry(
         dim=model.embed_dim,
@@ -109,6 +129,8 @@ def _attach(model: Any, spec: Spec, trained: bool) -> None:
 
     if kept is not None:
         position.adopt(kept, set(kept.spec.names) & set(position.spec.names))
+    if preserve:
+        begin(position, set(position.spec.names) - {term.name for term in found})
     for module in model.modules():
         module.__class__ = PARTS.get(type(module), type(module))
         if isinstance(module, PatchDropoutWithIndices):
@@ -120,6 +142,14 @@ def _attach(model: Any, spec: Spec, trained: bool) -> None:
     model.position = position
     model.position.train(model.training)
     describe_for_timm(model)
+    if trained and preserve is None and changed(found, spec.terms):
+        had = " + ".join(map(str, found))
+        warnings.warn(
+            f"{type(model).__name__} had {had} and has {spec} now: it computes something else, so fine-tune it before "
+            "use. attach(..., preserve=True) begins where the model was; preserve=False says that a cold swap is meant",
+            ColdSwapWarning,
+            stacklevel=3,
+        )
 
 
 def _training_grid(model: Any, own: bool) -> positions.Extent:
@@ -155,16 +185,18 @@ def _listed(classes: Any) -> str:
     return ", ".join(dict.fromkeys(cls.__name__ for cls in classes))
 
 
-def _resolve_native(model: Any, spec: Spec, own: bool) -> Spec:
+def _found(model: Any, own: bool) -> Sequence[Term]:
+    """The encodings that a model has now; ``native`` stands for one that it holds in modules of its own."""
+    if hasattr(model, "position"):
+        return model.position.spec.terms
+    names = ["ape1d"] * (getattr(model, "pos_embed", None) is not None) + ["native"] * own
+    return [Term.build(name, {}) for name in names or ["none"]]
+
+
+def _resolve_native(spec: Spec, found: Sequence[Term]) -> Spec:
     """``native`` spelled out: what the model has now. It stays a term where the model holds an encoding itself."""
     if "native" not in spec.names:
         return spec
-    found: Sequence[Term]
-    if hasattr(model, "position"):
-        found = model.position.spec.terms
-    else:
-        names = ["ape1d"] * (getattr(model, "pos_embed", None) is not None) + ["native"] * own
-        found = [Term.build(name, {}) for name in names or ["none"]]
     terms = [t for term in spec.terms for t in (found if term.name == "native" else (term,))]
     terms = [t for i, t in enumerate(terms) if not (t in found and t in terms[:i])]  # "ape1d + native" names it twice
     if len(terms) > 1:
@@ -176,12 +208,13 @@ def _move_table(model: Any, position: Position, trained: bool) -> None:
     """Give the model's ``pos_embed`` to ``ape1d``, or take it away; or make one where there was none.
 
     Before a table goes away its rows for prefix tokens move into those tokens. In a new model they do so even if
-    it stays, so that class and register tokens start alike, bit for bit, whatever the encoding.
+    it stays, so that class and register tokens start alike, bit for bit, whatever the encoding; and where the table
+    fades, since they do not.
     """
     table = getattr(model, "pos_embed", None)
     rows = model.prefix_rows
     stays = "ape1d" in position.shared
-    if table is not None and rows and not (trained and stays):
+    if table is not None and rows and not (trained and stays and "ape1d" not in position.fading):
         _fold_prefix(model, table[:, :rows])
     if not stays:
         model.pos_embed = None

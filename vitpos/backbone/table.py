@@ -57,7 +57,7 @@ def try_model(name: str, try_also: Callable[[Any], None] | None = None) -> Row:
         )
         try:
             native = str(position_of(attach(model, "native")).spec)
-            attach(model, ANOTHER)
+            attach(model, ANOTHER, preserve=False)
         except TypeError as error:
             return Row(**described, native="", refusal=str(error).split(": ", 1)[1])
         if try_also is not None:

@@ -1,6 +1,7 @@
 """What rotary encodings share: frequencies per axis, resize policies of frequencies, whole cycles, generators."""
 
 import math
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -75,6 +76,12 @@ class PatchRotary(LinearRotary):
     @classmethod
     def resolve(cls, given: dict[str, Any]) -> dict[str, Any]:
         return {**given, "resize": given["resize"] or ("interpolate" if given["wrap"] else "extrapolate")}
+
+    @classmethod
+    def beginning(cls, given: Mapping[str, Any]) -> Literal["gate", "zeros", "nothing"]:
+        if given["wrap"] and not cls.zeros:
+            raise ValueError(f"{cls.name}(wrap=True) turns by whole cycles around a side, of which there is no part")
+        return super().beginning(given)
 
     def resize_choices(self) -> tuple[str, ...]:
         return tuple(c for c in super().resize_choices() if not (self.wrap and c == "ntk"))

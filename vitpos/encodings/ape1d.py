@@ -30,6 +30,7 @@ class Ape1d(Encoding):
     summary = "learned vector for each index of the flattened grid (timm's own pos_embed)"
     paper = "Dosovitskiy et al. 2021, An Image is Worth 16x16 Words, arXiv:2010.11929, eq. 1"
     model_parameter = "pos_embed"
+    zeros = ("table",)
 
     def __init__(self, geometry: Geometry, *, std: float = 0.02) -> None:
         super().__init__(geometry, resize="interpolate")

@@ -42,6 +42,7 @@ class Ape2d(Encoding):
     summary = "learned vector for each row plus learned vector for each column"
     paper = "Dehghani et al. 2023, Patch n' Pack (NaViT), arXiv:2307.06304, section 2.1 (additive)"
     variants = {"mode='fractional'": frozenset()}
+    zeros = ("rows", "columns")
 
     def __init__(
         self, geometry: Geometry, *, mode: Literal["absolute", "fractional"] = "absolute", std: float = 0.02

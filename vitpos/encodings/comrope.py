@@ -44,6 +44,7 @@ class ComRope(Rotary):
         "kind='ld', free_prefix=True": frozenset({"offset"}),
     }
     per_layer = True
+    zeros = ("weight",)
 
     def __init__(
         self,

@@ -1,7 +1,8 @@
 """A small network of the log-spaced offset."""
 
 import math
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -40,6 +41,7 @@ class ContinuousPositionBias(OffsetBias):
     laws = frozenset({"offset"})
     variants = {"wrap=True": frozenset({"offset", "circular"}), "center=False": frozenset({"offset"})}
     per_layer = True
+    zeros = ("outer",)
 
     def __init__(
         self,
@@ -60,6 +62,12 @@ class ContinuousPositionBias(OffsetBias):
         self.inner_bias = nn.Parameter(torch.empty(hidden))
         self.outer = nn.Parameter(torch.empty(geometry.heads, hidden))
         self.reset_parameters()
+
+    @classmethod
+    def beginning(cls, given: Mapping[str, Any]) -> Literal["gate", "zeros", "nothing"]:
+        if not given["center"]:
+            raise ValueError(f"{cls.name}(center=False) begins 8 above pairs with a class or register token")
+        return super().beginning(given)
 
     def reset_parameters(self) -> None:
         nn.init.trunc_normal_(self.inner, std=self.std)

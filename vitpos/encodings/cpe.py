@@ -63,6 +63,7 @@ class ConditionalEncoding(Encoding):
         "padding='circular'": frozenset({"offset", "circular"}),
         "padding='reflect'": frozenset({"offset"}),
     }
+    zeros = ("conv.weight", "conv.bias")
 
     def __init__(
         self,

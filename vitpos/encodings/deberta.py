@@ -1,6 +1,7 @@
 """Disentangled attention: content meets relative position in both directions."""
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -67,6 +68,10 @@ class Deberta(OffsetBias):
         self.keys = nn.Parameter(torch.empty(shape)) if terms != "p2c" else None
         self.queries = nn.Parameter(torch.empty(shape)) if terms != "c2p" else None
         self.reset_parameters()
+
+    @classmethod
+    def beginning(cls, given: Mapping[str, Any]) -> Literal["gate", "zeros", "nothing"]:
+        raise ValueError(f"{cls.name} divides the logits by sqrt(3 d) or sqrt(2 d), a model without it by sqrt(d)")
 
     def reset_parameters(self) -> None:
         for parameter in self.parameters():

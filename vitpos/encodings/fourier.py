@@ -38,6 +38,7 @@ class Fourier(Encoding):
 
     summary = "learned Fourier features of the place in the image, through an MLP"
     paper = "Li et al. 2021, Learnable Fourier Features, arXiv:2106.02795, eq. 2 and 6, algorithm 1"
+    zeros = ("outer.weight", "outer.bias")
 
     def __init__(
         self,

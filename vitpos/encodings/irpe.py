@@ -57,6 +57,7 @@ class ImageRpe(OffsetBias):
         "wrap=True": frozenset({"offset", "circular"}),
     }
     per_layer = True
+    zeros = ("keys", "queries", "biases")
 
     def __init__(
         self,

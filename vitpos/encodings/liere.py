@@ -37,6 +37,7 @@ class Liere(Rotary):
     paper = "Ostmeier et al. 2024, LieRE, arXiv:2406.10322, R(p) = exp(A(p)); the released code"
     variants = {"free_prefix=True": frozenset()}
     per_layer = True
+    zeros = ("upper",)
 
     def __init__(
         self,

@@ -1,6 +1,8 @@
 """A temperature of the attention that follows the number of patches."""
 
 import math
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -30,6 +32,10 @@ class LogN(Encoding):
 
     def __init__(self, geometry: Geometry) -> None:
         super().__init__(geometry)
+
+    @classmethod
+    def beginning(cls, given: Mapping[str, Any]) -> Literal["gate", "zeros", "nothing"]:
+        return "nothing"  # the factor is 1 on the training grid
 
     def scale(self, pos: Positions) -> float | Tensor:
         trained = math.log(max(self.geometry.grid[0] * self.geometry.grid[1], 2))

@@ -1,6 +1,7 @@
 """Heads that look in one direction each, with biases of the distance."""
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -69,6 +70,10 @@ class LookHere(OffsetBias):
         self.slopes = [1.0] * directed + [FREE_SLOPES[head % 4] for head in range(free)]
         first = [FIRST_RAY[kind][head % 8] for head in range(directed)]
         self.edges = [(RAYS[ray], RAYS[(ray + kind // 45) % 8]) for ray in first]  # right and left edge of each view
+
+    @classmethod
+    def beginning(cls, given: Mapping[str, Any]) -> Literal["gate", "zeros", "nothing"]:
+        raise ValueError(f"{cls.name} hides keys outside of each head's field of view, which no gate takes back")
 
     def at(self, offset: Tensor, extent: Extent) -> Tensor:
         geometry, shape = self.geometry, (-1, *[1] * (offset.ndim - 1))

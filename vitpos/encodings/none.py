@@ -1,5 +1,8 @@
 """The controls: no position at all, and whatever the model came with."""
 
+from collections.abc import Mapping
+from typing import Any, Literal
+
 from vitpos.encoding import LAWS, Encoding, Geometry
 from vitpos.spec import register
 
@@ -19,6 +22,10 @@ class NoEncoding(Encoding):
     def __init__(self, geometry: Geometry) -> None:
         super().__init__(geometry)
 
+    @classmethod
+    def beginning(cls, given: Mapping[str, Any]) -> Literal["gate", "zeros", "nothing"]:
+        return "nothing"
+
 
 @register("native")
 class Native(Encoding):
@@ -33,3 +40,7 @@ class Native(Encoding):
 
     def __init__(self, geometry: Geometry) -> None:
         super().__init__(geometry)
+
+    @classmethod
+    def beginning(cls, given: Mapping[str, Any]) -> Literal["gate", "zeros", "nothing"]:
+        return "nothing"

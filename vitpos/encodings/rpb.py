@@ -38,6 +38,7 @@ class RelativePositionBias(OffsetBias):
     laws = frozenset({"offset"})
     variants = {"prefix=True": frozenset({"offset"}), "wrap=True": frozenset({"offset", "circular"})}
     per_layer = True
+    zeros = ("table", "prefix")
 
     def __init__(
         self,

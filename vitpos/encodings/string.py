@@ -1,6 +1,7 @@
 """STRING: rotary embedding in a learned basis."""
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +42,7 @@ class String(LinearRotary):
         "learned=True": frozenset({"offset" + NO_PREFIX}),
     }
     per_layer = True
+    zeros = ("upper",)
 
     def __init__(
         self,
@@ -61,6 +63,10 @@ class String(LinearRotary):
         self.upper = nn.Parameter(torch.empty(heads, width * (width - 1) // 2))
         self.weight = nn.Parameter(torch.empty(heads, width // 2, 2)) if learned else None
         self.reset_parameters()
+
+    @classmethod
+    def beginning(cls, given: Mapping[str, Any]) -> Literal["gate", "zeros", "nothing"]:
+        return "gate"  # with the basis at the identity
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.upper, std=self.std)

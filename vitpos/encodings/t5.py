@@ -51,6 +51,7 @@ class T5Bias(OffsetBias):
     paper = "Raffel et al. 2020, T5, arXiv:1910.10683, section 2.1"
     laws = frozenset({"offset"})
     variants = {"wrap=True": frozenset({"offset", "circular"})}
+    zeros = ("rows", "columns")
 
     def __init__(
         self,

@@ -63,6 +63,7 @@ class Weierstrass(Encoding):
 
     summary = "the Weierstrass elliptic function of the place in the image, through a linear layer"
     paper = "Weierstrass Elliptic Function Positional Encoding (WEF-PE) 2025, arXiv:2508.19167, as in its code"
+    zeros = ("gain",)
 
     def __init__(self, geometry: Geometry, *, alpha: float = 0.15, gain: float = 0.8) -> None:
         super().__init__(geometry, resize="normalized")
