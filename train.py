@@ -5,6 +5,7 @@ python train.py 'pos=rope_axial(theta=50) + ape1d' data=cifar10 data.root=PATH
 python train.py -m pos=none,ape1d,rope_axial seed=0,1,2  # a sweep
 torchrun --nproc-per-node 2 train.py                     # several devices or processes
 python train.py resume=RUN_FOLDER                        # go on with a stopped run
+python train.py init=RUN_FOLDER pos=rope_mixed preserve=true  # fine-tune, from one encoding to another
 """
 
 from pathlib import Path
@@ -58,6 +59,7 @@ def main(cfg: DictConfig) -> None:
                 images = train_set.iterate(batches, seed=run.seed, epoch=epoch)
                 for step, (x, y) in enumerate(meter.steps(images), epoch * steps_per_epoch):
                     lr = training.set_learning_rate(optimizer, run.train, step, steps)
+                    training.set_fade(model, run.train, step, steps)
                     torch.manual_seed(seeds.stream(run.seed, "regularize", step, rank))
                     x, y = training.mix(data.normalize(x, train_set.info), y, train_set.info, run, step)
                     told = training.coordinates(model, x, run, step)

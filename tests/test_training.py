@@ -347,3 +347,54 @@ def test_dropped_patches_and_paths_follow_the_stream_not_the_encoding(pos):
 def test_streams_of_different_purposes_differ():
     names = ["backbone", "encoding", "order", "augment", "regularize", "split", "placement", "mix"]
     assert len({seeds.stream(0, n) for n in names}) == len(names)
+
+
+# beginning from trained weights
+
+
+def saved_run(folder, pos="ape1d"):
+    model = training.create_model(run_config(pos), INFO)
+    vitpos.save(model, folder / "last.safetensors")
+    return model.eval()
+
+
+def test_beginning_from_a_run_at_another_size_and_number_of_classes(tmp_path):
+    before = saved_run(tmp_path)
+    run = run_config("native")
+    run.init = str(tmp_path)
+    other = data.Info("digits", ["a", "b", "c"], 1, (32, 16), [0.0], [1.0])
+    model = training.create_model(run, other).eval()
+    x = torch.randn(2, 1, 32, 16)
+    with torch.no_grad():
+        assert torch.equal(model.forward_features(x), before.forward_features(x))
+        assert model(x).shape == (2, 3)
+        again = vitpos.load(vitpos.save(model, tmp_path / "again.safetensors"))
+        assert torch.equal(again(x), model(x))
+    assert model.patch_embed.img_size == (32, 16)
+    with pytest.raises(ValueError, match="takes 1 channels, rgb has 3"):
+        training.create_model(run, data.Info("rgb", ["a", "b"], 3, (24, 24), [0.0], [1.0]))
+
+
+def test_preserving_begins_where_the_run_was_and_fades_what_it_replaces(tmp_path):
+    before = saved_run(tmp_path)
+    run = run_config("rope_mixed", fade=0.5)
+    run.init, run.preserve = str(tmp_path / "last.safetensors"), True
+    model = training.create_model(run, INFO).eval()
+    x = torch.randn(2, 1, 24, 24)
+    with torch.no_grad():
+        assert torch.equal(model(x), before(x))
+        run.preserve = False
+        assert not torch.equal(training.create_model(run, INFO).eval()(x), before(x))
+    left = []
+    for step in range(8):
+        training.set_fade(model, run.train, step, 8)
+        left.append(1 - model.position.faded.item() / 65536)
+    assert left == [1.0, 0.75, 0.5, 0.25, 0.0, 0.0, 0.0, 0.0]
+    training.set_fade(before, run.train, 0, 8)  # nothing fades there
+
+
+def test_preserve_needs_weights_to_begin_from():
+    run = run_config("rope_mixed")
+    run.preserve = True
+    with pytest.raises(ValueError, match="it needs init=RUN_FOLDER"):
+        config.check(run)

@@ -70,6 +70,7 @@ class TrainConfig:
     mix_prob: float = 1.0  # of a batch to be mixed at all
     accumulate: int = 1  # parts that a batch is cut into: less memory, the same step
     coords: CoordsConfig = field(default_factory=CoordsConfig)
+    fade: float = 0.5  # fraction of all steps in which encodings that are fading (see preserve) go away
     clip_grad: float = 1.0  # largest gradient norm; 0 switches clipping off
     ema: float | None = None  # decay of an exponential moving average of the weights, e.g. 0.999
     precision: str = "no"  # no (float32), bf16 or fp16
@@ -83,6 +84,8 @@ class RunConfig:
     seed: int = 0
     out: str | None = None  # run folder; of a sweep, the folder that holds its run folders
     resume: str | None = None  # run folder to continue
+    init: str | None = None  # run folder or .safetensors file to begin from: its architecture, weights, training grid
+    preserve: bool = False  # with init: pos begins with no effect and what it replaces fades (vitpos.attach)
     data: Any = MISSING
     model: ModelConfig = field(default_factory=ModelConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -158,6 +161,7 @@ def check(run: RunConfig) -> None:
         ("train.coords.stretch", t.coords.stretch, t.coords.stretch >= 1, "1 or more"),
         ("train.coords.rescale", t.coords.rescale, t.coords.rescale >= 1, "1 or more"),
         ("train.coords.jitter", t.coords.jitter, t.coords.jitter >= 0, "0 or more"),
+        ("train.fade", t.fade, 0 <= t.fade <= 1, "in 0..1"),
         ("train.clip_grad", t.clip_grad, t.clip_grad >= 0, "0 or more"),
         ("train.ema", t.ema, t.ema is None or 0 < t.ema < 1, "null or in (0, 1)"),
         ("train.precision", t.precision, t.precision in PRECISIONS, f"one of {', '.join(PRECISIONS)}"),
@@ -168,6 +172,8 @@ def check(run: RunConfig) -> None:
             raise ValueError(f"{key}={value} must be a finite number, {wanted}")
         if not holds:
             raise ValueError(f"{key}={value} must be {wanted}")
+    if run.preserve and run.init is None:
+        raise ValueError("preserve=true keeps what trained weights compute; it needs init=RUN_FOLDER, whose they are")
     taken = {"in_chans", "num_classes", "img_size", "pos"} & set(run.model.kwargs)
     if taken:
         raise ValueError(f"model.kwargs.{min(taken)} is not set here: it follows from the data and from pos")

@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import timm
@@ -51,7 +52,12 @@ def start(cfg: TrainConfig) -> Accelerator:
 
 
 def create_model(run: RunConfig, info: data.Info) -> nn.Module:
-    """The timm model with its encoding: bit-equal backbone weights at one seed, whatever the encoding."""
+    """The timm model with its encoding: bit-equal backbone weights at one seed, whatever the encoding.
+
+    With ``init`` it is the model of those weights, at this dataset's size and classes.
+    """
+    if run.init is not None:
+        return _begin_from(Path(run.init), run, info)
     name, kwargs = run.model.name, run.model.kwargs
     if timm.is_model(name):
         source = sys.modules[timm.model_entrypoint(name.split(".")[0]).__module__]
@@ -61,6 +67,27 @@ def create_model(run: RunConfig, info: data.Info) -> nn.Module:
     given = dict(kwargs, in_chans=info.in_chans, num_classes=len(info.classes), img_size=info.img_size)
     torch.manual_seed(seeds.stream(run.seed, "backbone"))
     return vitpos.create_model(name, pos=run.pos, encoding_seed=seeds.stream(run.seed, "encoding"), **given)
+
+
+def _begin_from(path: Path, run: RunConfig, info: data.Info) -> nn.Module:
+    model: Any = vitpos.load(path / "last.safetensors" if path.is_dir() else path)
+    if model.patch_embed.proj.in_channels != info.in_chans:
+        raise ValueError(
+            f"init={path} takes {model.patch_embed.proj.in_channels} channels, {info.name} has {info.in_chans}"
+        )
+    torch.manual_seed(seeds.stream(run.seed, "encoding"))
+    vitpos.attach(model, run.pos, preserve=run.preserve)
+    torch.manual_seed(seeds.stream(run.seed, "backbone"))
+    if model.num_classes != len(info.classes):
+        model.reset_classifier(len(info.classes))
+    model.set_input_size(img_size=info.img_size)
+    return model
+
+
+def set_fade(model: Any, cfg: TrainConfig, step: int, steps: int) -> None:
+    """What is left of fading encodings falls linearly, from all of it before the first step to nothing."""
+    if model.position.fading:
+        vitpos.set_fade(model, max(0.0, 1 - step / (cfg.fade * steps)) if cfg.fade else 0.0)
 
 
 def is_positional(name: str) -> bool:
