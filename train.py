@@ -8,10 +8,7 @@ python train.py resume=RUN_FOLDER                        # go on with a stopped 
 python train.py init=RUN_FOLDER pos=rope_mixed preserve=true  # fine-tune, from one encoding to another
 """
 
-from pathlib import Path
-
 import hydra
-import torch
 from omegaconf import DictConfig
 
 from vitpos import cli, config, data, runs, seeds, training
@@ -21,9 +18,7 @@ from vitpos import cli, config, data, runs, seeds, training
 @cli.task
 def main(cfg: DictConfig) -> None:
     # config: checked as a whole before anything is written
-    if cfg.resume is not None:
-        cfg = config.resumed(cfg, Path(cfg.resume))
-    run = config.typed(cfg)
+    run = config.typed(config.chosen(cfg))
     config.check_folder(run)
     accelerator = training.start(run.train)
     device, rank, world = accelerator.device, accelerator.process_index, accelerator.num_processes
@@ -36,54 +31,59 @@ def main(cfg: DictConfig) -> None:
     # model: at one seed every encoding starts from the same backbone weights
     model = training.create_model(run, train_set.info).to(device)
     ema = training.create_ema(model, run.train)
-    evaluated = model if ema is None else ema.module
+    unsharded = training.shard(run.train, accelerator, model, ema)
     criterion = training.create_loss(run.train)
 
     # optimizer
-    optimizer = training.create_optimizer(model, run.train)
+    state = runs.State(accelerator, model, training.create_optimizer(model, run.train), ema, unsharded)
 
     with runs.RunFolder(run, accelerator, train_set, val_set) as folder:
-        done = folder.restore(model, optimizer, ema)
+        folder.restore(state)
+        done = len(folder.rows)
         if done >= run.train.epochs:
             accelerator.print(f"{folder.path} is finished: {done} of {run.train.epochs} epochs are done")
             return
-        parallel, optimizer = accelerator.prepare(model, optimizer)
-        meter = training.Meter(accelerator, run, steps, done * steps_per_epoch, folder.seconds)
+        parallel, optimizer = training.prepare(accelerator, state)
+        meter = training.Meter(accelerator, run, steps, state.step)
 
         # loop: (epoch, step) decides every random draw
         with meter:
             for epoch in range(done, run.train.epochs):
                 parallel.train()
-                total = torch.zeros(2, device=device)  # sums of loss and accuracy over steps
                 batches = data.epoch_batches(len(train_set), run.train.batch_size, run.seed, epoch, rank, world)
-                images = train_set.iterate(batches, seed=run.seed, epoch=epoch)
-                for step, (x, y) in enumerate(meter.steps(images), epoch * steps_per_epoch):
-                    lr = training.set_learning_rate(optimizer, run.train, step, steps)
+                left = batches[state.step - epoch * steps_per_epoch :]
+                images = train_set.iterate(left, seed=run.seed, epoch=epoch)
+                for step, (x, y) in enumerate(meter.steps(images), state.step):
+                    training.set_learning_rate(optimizer, run.train, step, steps)
                     training.set_fade(model, run.train, step, steps)
-                    torch.manual_seed(seeds.stream(run.seed, "regularize", step, rank))
+                    seeds.seed_all(seeds.stream(run.seed, "regularize", step, rank))
                     x, y = training.mix(data.normalize(x, train_set.info), y, train_set.info, run, step)
                     told = training.coordinates(model, x, run, step)
                     loss, accuracy = training.backward(accelerator, parallel, criterion, x, y, told, run.train)
+                    norm = None
                     if run.train.clip_grad > 0:
-                        accelerator.clip_grad_norm_(parallel.parameters(), run.train.clip_grad)
-                    optimizer.step()
+                        norm = accelerator.clip_grad_norm_(parallel.parameters(), run.train.clip_grad)
+                    if folder.accepts(state, loss, norm):
+                        optimizer.step()
+                        if ema is not None:
+                            ema.update(model, step=step)
+                        state.add(loss, accuracy)
                     optimizer.zero_grad()
-                    if ema is not None:
-                        ema.update(model, step=step)
-                    total += torch.stack([loss, accuracy])
+                    folder.stepped(state)
 
-                train_loss, train_accuracy = (accelerator.reduce(total, "mean") / steps_per_epoch).tolist()
+                train_loss, train_accuracy, taken = state.means()
                 row = {
                     "epoch": epoch + 1,
-                    "step": step + 1,
-                    "lr": lr,
+                    "step": state.step,
+                    "skipped_steps": steps_per_epoch - taken,
+                    "lr": training.learning_rate(run.train, state.step - 1, steps),
                     "train_loss": train_loss,
                     "train_accuracy": train_accuracy,
-                    **training.evaluate(evaluated, val_set, run.train.eval_batch_size, accelerator),
+                    **training.evaluate(state.evaluated(), val_set, run.train.eval_batch_size, accelerator),
                     "images_per_second": meter.rate,
-                    "seconds": meter.seconds,
+                    "seconds": folder.seconds,
                 }
-                folder.save(row, model, optimizer, ema)
+                folder.epoch(state, row)
                 meter.epoch(row)
 
         accelerator.print(

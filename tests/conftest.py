@@ -19,3 +19,11 @@ def _reproducible():
 def pytest_configure(config):
     """Swaps of encodings are what most tests are about; tests/test_preserving.py sees that they warn."""
     config.addinivalue_line("filterwarnings", r"ignore:\w+ had .* now. it computes something else")
+
+
+@pytest.fixture
+def somewhere(tmp_path, monkeypatch):
+    """An empty folder to work in, for tests of the commands."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
+    return tmp_path

@@ -1,7 +1,6 @@
 """train.py as it is called: one run, sweeps, resume, torchrun, and bad input."""
 
 import os
-import runpy
 import signal
 import subprocess
 import sys
@@ -11,41 +10,26 @@ import pandas as pd
 import pytest
 import torch
 import yaml
-from hydra.core.global_hydra import GlobalHydra
+from commands import (
+    FOLDER,
+    TINY,
+    TRAIN,
+    at_step,
+    files,
+    latest,
+    make_folder,
+    one_line,
+    stopped,
+    tamper,
+    torchrun,
+    train,
+)  # fmt: skip
 from omegaconf import OmegaConf
-from PIL import Image
 
 import vitpos
-from vitpos import data, runs
+from vitpos import data
 
-TRAIN = Path(__file__).parents[1] / "train.py"
-TINY = [
-    "model.kwargs.embed_dim=16", "model.kwargs.depth=1", "model.kwargs.num_heads=2", "train.batch_size=300",
-    "train.epochs=2", "train.threads=1", "train.cpu=true",
-]  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def somewhere(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
-    return tmp_path
-
-
-def train(monkeypatch, *words: str, tiny: bool = True) -> int:
-    """Call train.py in this process; its exit code."""
-    GlobalHydra.instance().clear()
-    monkeypatch.setattr(sys, "argv", ["train.py", *(TINY if tiny else []), *words])
-    try:
-        runpy.run_path(str(TRAIN), run_name="__main__")
-    except SystemExit as end:
-        return int(end.code or 0)
-    return 0
-
-
-def files(folder: Path) -> set[str]:
-    return {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()}
-
+pytestmark = pytest.mark.usefixtures("somewhere")
 
 # a run
 
@@ -53,8 +37,9 @@ def files(folder: Path) -> set[str]:
 def test_run_folder(monkeypatch, tmp_path, capsys):
     assert train(monkeypatch, "pos=rope_axial(theta=50)", "out=run", "train.ema=0.9") == 0
     run = tmp_path / "run"
-    expected = {"config.yaml", "environment.json", "last.safetensors", "metrics.csv", "state.pt"}
-    assert expected == {f for f in files(run) if not f.startswith("tb/")}
+    expected = {"config.yaml", "environment.json", "last.safetensors", "metrics.csv"}
+    assert expected == {f for f in files(run) if not f.startswith(("tb/", "state-"))}
+    assert [path.name[:14] for path in sorted(run.glob("state-*"))] == ["state-00000004", "state-00000008"]
     assert len(list((run / "tb").iterdir())) == 1
     metrics = pd.read_csv(run / "metrics.csv")
     assert metrics["epoch"].tolist() == [1, 2]
@@ -136,28 +121,6 @@ def test_the_same_run_twice_is_the_same(monkeypatch, tmp_path):
 # resume
 
 
-class Stop(BaseException):
-    """Stands for a killed process."""
-
-
-def stop_after(monkeypatch, epochs: int):
-    save = runs.RunFolder.save
-
-    def saving(self, row, *args):
-        save(self, row, *args)
-        if row["epoch"] == epochs:
-            raise Stop
-
-    monkeypatch.setattr(runs.RunFolder, "save", saving)
-
-
-def stopped(monkeypatch, *words: str) -> None:
-    with monkeypatch.context() as patch:
-        stop_after(patch, 1)
-        with pytest.raises(Stop):
-            train(patch, *words)
-
-
 def test_resume_continues_as_if_never_stopped(monkeypatch, tmp_path):
     words = ["pos=ape2d", "train.ema=0.9", "model.kwargs.proj_drop_rate=0.1", "train.epochs=3"]
     assert train(monkeypatch, "out=whole", *words) == 0
@@ -174,11 +137,10 @@ def test_resume_continues_as_if_never_stopped(monkeypatch, tmp_path):
 
 def test_resume_of_a_finished_run_says_so(monkeypatch, tmp_path, capsys):
     train(monkeypatch, "out=run")
-    before = {f: (tmp_path / "run" / f).read_bytes() for f in ("metrics.csv", "state.pt", "last.safetensors")}
+    before = {f: (tmp_path / f).read_bytes() for f in files(tmp_path)}
     assert train(monkeypatch, "resume=run", tiny=False) == 0
     assert "run is finished: 2 of 2 epochs are done" in capsys.readouterr().out
-    assert all((tmp_path / "run" / f).read_bytes() == content for f, content in before.items())
-    assert len(list((tmp_path / "run" / "tb").iterdir())) == 1, "no empty event file"
+    assert {f: (tmp_path / f).read_bytes() for f in files(tmp_path)} == before
 
 
 @pytest.mark.parametrize(
@@ -224,20 +186,15 @@ def test_resume_of_an_edited_configuration(monkeypatch, capsys):
     assert train(monkeypatch, "resume=run", tiny=False) == 0
 
 
-def tamper(change) -> None:
-    state = torch.load("run/state.pt", weights_only=True)
-    change(state)
-    torch.save(state, "run/state.pt")
-
-
 def test_resume_with_a_state_that_does_not_fit(monkeypatch, capsys):
     stopped(monkeypatch, "out=run", "pos=none")
-    whole = Path("run/state.pt").read_bytes()
+    name, whole = latest(), latest().read_bytes()
     tamper(lambda state: state["model"].update({"fc_norm.weight": torch.ones(5)}))
     assert train(monkeypatch, "resume=run", tiny=False) == 2
     message = "does not fit the model of run/config.yaml: fc_norm.weight has shape (5,) there, (16,) here\n"
     assert message in one_line(capsys)
-    Path("run/state.pt").write_bytes(whole)
+    latest().unlink()
+    name.write_bytes(whole)
     tamper(lambda state: state["model"].pop("head.bias"))
     assert train(monkeypatch, "resume=run", tiny=False) == 2
     assert "head.bias has shape (absent) there, (10,) here" in one_line(capsys)
@@ -246,23 +203,23 @@ def test_resume_with_a_state_that_does_not_fit(monkeypatch, capsys):
 @pytest.mark.parametrize("length", [0, 1000])
 def test_resume_with_a_damaged_state(monkeypatch, capsys, length):
     stopped(monkeypatch, "out=run", "pos=none")
-    Path("run/state.pt").write_bytes(Path("run/state.pt").read_bytes()[:length])
+    latest().write_bytes(latest().read_bytes()[:length])
     assert train(monkeypatch, "resume=run", tiny=False) == 2
-    assert "run/state.pt is damaged" in one_line(capsys)
+    assert f"run is damaged: no state that was saved ({latest().name}) is whole" in one_line(capsys)
 
 
 def test_resume_of_a_run_killed_in_its_first_epoch(monkeypatch, tmp_path):
     assert train(monkeypatch, "out=run") == 0
     before = (tmp_path / "run" / "last.safetensors").read_bytes()
-    for name in ("state.pt", "metrics.csv", "last.safetensors"):
-        (tmp_path / "run" / name).unlink()
+    for path in (*Path("run").glob("state-*"), Path("run/metrics.csv"), Path("run/last.safetensors")):
+        path.unlink()
     assert train(monkeypatch, "resume=run", tiny=False) == 0
     assert (tmp_path / "run" / "last.safetensors").read_bytes() == before
 
 
 def test_seconds_go_on(monkeypatch):
     stopped(monkeypatch, "out=run")
-    tamper(lambda state: state["rows"][0].update(seconds=1000.0))
+    tamper(lambda state: (state["rows"][0].update(seconds=1000.0), state.update(seconds=1000.0)))
     assert train(monkeypatch, "resume=run", tiny=False) == 0
     seconds = pd.read_csv("run/metrics.csv")["seconds"]
     assert seconds[0] == 1000
@@ -321,14 +278,6 @@ def test_sweep_is_refused_under_torchrun(monkeypatch, tmp_path, capsys):
 # processes
 
 
-def torchrun(*words: str) -> subprocess.CompletedProcess[str]:
-    """Two processes. Where no accelerator is, none is told so: train.py has to find out by itself."""
-    tiny = [w for w in TINY if w != "train.cpu=true" or torch.accelerator.is_available()]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(TRAIN), *tiny, *words]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=300, check=False)
-
-
 @pytest.mark.slow
 def test_torchrun_trains_in_one_folder(tmp_path):
     done = torchrun("out=run")
@@ -365,13 +314,6 @@ def test_parallel_sweep(tmp_path):
 
 
 # bad input
-
-
-def one_line(capsys) -> str:
-    err = capsys.readouterr().err
-    assert err.startswith("error: ")
-    assert err.count("\n") == 1, err
-    return err
 
 
 @pytest.mark.parametrize(
@@ -415,12 +357,6 @@ def test_bad_input_is_one_line_and_leaves_nothing(monkeypatch, tmp_path, capsys,
     assert list(tmp_path.iterdir()) == []
 
 
-def test_divergence_ends_the_run_and_keeps_its_last_good_state(monkeypatch, tmp_path, capsys):
-    diverging = ["train.lr=1e30", "train.clip_grad=0"]
-    assert train(monkeypatch, "out=run", *diverging, "train.warmup=0") == 2
-    assert "the loss is nan in epoch" in one_line(capsys)
-
-
 def test_out_that_is_taken(monkeypatch, tmp_path, capsys):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("precious")
@@ -440,38 +376,33 @@ def test_out_is_checked_before_anything_is_computed(monkeypatch, tmp_path, capsy
     assert files(tmp_path) == {"mine/thesis.txt", "file"}
 
 
-def at_step(monkeypatch, wanted: int, action) -> None:
-    """Do something at a step (validation's batches count too)."""
-    normalize, steps = data.normalize, []
-
-    def acting(x, info):
-        steps.append(1)
-        if len(steps) == wanted:
-            action()
-        return normalize(x, info)
-
-    monkeypatch.setattr(data, "normalize", acting)
-
-
 @pytest.mark.parametrize("there", [False, True])
-@pytest.mark.parametrize(("number", "word"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "terminated")])
-def test_a_stopped_first_epoch_leaves_nothing(monkeypatch, tmp_path, capsys, number, word, there):
+def test_an_interrupted_first_epoch_leaves_nothing(monkeypatch, tmp_path, capsys, there):
     if there:
         (tmp_path / "run").mkdir()
-    handlers = signal.getsignal(number)
+    handlers = signal.getsignal(signal.SIGINT)
     with monkeypatch.context() as patch:
-        at_step(patch, 3, lambda: os.kill(os.getpid(), number))
-        assert train(patch, "out=run") == 128 + number
-    assert capsys.readouterr().err == f"{word}\n"
+        at_step(patch, 3, lambda: os.kill(os.getpid(), signal.SIGINT))
+        assert train(patch, "out=run") == 130
+    assert capsys.readouterr().err == "interrupted\n"
     assert list(tmp_path.rglob("*")) == ([tmp_path / "run"] if there else [])
-    assert signal.getsignal(number) is handlers
+    assert signal.getsignal(signal.SIGINT) is handlers
     assert train(monkeypatch, "out=run", "train.epochs=1") == 0
 
 
-def test_a_later_stop_leaves_what_can_be_resumed(monkeypatch, tmp_path, capsys):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_before_the_first_step_leaves_nothing(monkeypatch, tmp_path, capsys, number):
+    load = data.load
+    monkeypatch.setattr(data, "load", lambda *args: (load(*args), os.kill(os.getpid(), number))[0])
+    assert train(monkeypatch, "out=run") == 128 + number
+    assert capsys.readouterr().err == {15: "terminated\n", 10: "stopped by SIGUSR1\n"}[number]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_later_interrupt_leaves_what_can_be_resumed(monkeypatch, tmp_path, capsys):
     with monkeypatch.context() as patch:
-        at_step(patch, 7, lambda: os.kill(os.getpid(), signal.SIGTERM))
-        assert train(patch, "out=run") == 143
+        at_step(patch, 7, lambda: os.kill(os.getpid(), signal.SIGINT))
+        assert train(patch, "out=run") == 130
     assert pd.read_csv("run/metrics.csv")["epoch"].tolist() == [1]
     assert not [f for f in files(tmp_path / "run") if Path(f).name.startswith(".")]
     assert train(monkeypatch, "resume=run", tiny=False) == 0
@@ -483,24 +414,6 @@ def test_a_failed_first_epoch_keeps_what_was_there(monkeypatch, tmp_path, capsys
     at_step(monkeypatch, 2, lambda: (Path("run/notes.txt").write_text("mine"), os.kill(os.getpid(), signal.SIGINT)))
     assert train(monkeypatch, "out=run") == 130
     assert files(tmp_path) == {"run/notes.txt"}
-
-
-def make_folder(root: Path) -> Path:
-    for part in ("train", "val"):
-        for name in ("ant", "bee"):
-            (root / part / name).mkdir(parents=True)
-            for i in range(8):
-                Image.new("RGB", (20, 20), (30 * i, 0, 200 if name == "ant" else 0)).save(
-                    root / part / name / f"{i}.png"
-                )
-    return root
-
-
-FOLDER = [
-    "data=folder", "data.root=images", "data.img_size=16", "data.val_fraction=0.25", "model.kwargs.patch_size=8",
-    "train.batch_size=4", "model.kwargs.embed_dim=16", "model.kwargs.depth=1", "model.kwargs.num_heads=2",
-    "train.epochs=1", "train.cpu=true", "train.threads=1",
-]  # fmt: skip
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -23,7 +23,7 @@ from hydra._internal.utils import get_args_parser
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf.errors import OmegaConfBaseException
 
-from vitpos import config
+from vitpos import config, preemption
 from vitpos.spec import nearest, parse
 
 STRINGS = {"pos", "out", "resume", "checkpoint", "runs", "data.root"}
@@ -54,7 +54,8 @@ def run(main: Callable[[], Any]) -> None:
             config.check_writable("out", sweep_folder)
         except ValueError as error:
             fail(explain(error))
-    if any(word.startswith("resume=") for word in words):  # the run's own data may have other keys than the default
+    resumes = [word.partition("=")[2] for word in words if word.startswith("resume=")]
+    if resumes and config.AUTO not in resumes:  # the run's own data may have other keys than the default
         words = [f"++{word}" if word.startswith("data.") else word for word in words]
     traceback_wanted = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands its errors over instead of printing them
@@ -62,29 +63,19 @@ def run(main: Callable[[], Any]) -> None:
     sys.argv[1:] = flags + [prepare(word, sweeping) for word in words if word not in SWEEP_FLAGS]
     if sweeping:
         _check_specs(words)
-    handlers = {number: signal.signal(number, _stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        main()
+        with preemption.handling(preemption.stop, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            main()
     except USER_ERRORS as error:
         if traceback_wanted:
             raise
         fail(explain(error))
-    except Stopped as stopped:
-        number = stopped.args[0]
-        print("interrupted" if number == signal.SIGINT else "terminated", file=sys.stderr)
-        raise SystemExit(128 + number) from None
+    except preemption.Stopped as stopped:
+        if os.environ.get("RANK", "0") == "0":
+            print(stopped, file=sys.stderr)
+        raise SystemExit(stopped.code) from None
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
         _remove_unused(new_folders)
-
-
-class Stopped(BaseException):
-    """SIGINT or SIGTERM arrived; its number."""
-
-
-def _stop(number: int, frame: Any) -> None:
-    raise Stopped(number)
 
 
 def _check_specs(words: list[str]) -> None:

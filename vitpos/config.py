@@ -28,8 +28,12 @@ from vitpos import data, spec
 
 PRECISIONS = ("no", "bf16", "fp16")
 LOSSES = ("ce", "bce")
+AUTO = "auto"  # of resume: go on with the run in out=, or start it
 # how and where, not what: a run may go on elsewhere, its data moved
-MOVABLE = ("out", "resume", "train.cpu", "train.threads", "data.workers", "data.root", "data.download")
+MOVABLE = (
+    "out", "resume", "train.cpu", "train.threads", "train.sharding", "train.save_every", "train.nonfinite",
+    "train.nonfinite_limit", "data.workers", "data.root", "data.download",
+)  # fmt: skip
 
 
 @dataclass
@@ -76,6 +80,10 @@ class TrainConfig:
     precision: str = "no"  # no (float32), bf16 or fp16
     cpu: bool = False  # use the CPU even where an accelerator is
     threads: int | None = None  # of torch, per process; null leaves torch's default
+    sharding: str = "none"  # of the weights over several processes: none (each holds all, DDP) or fsdp
+    save_every: int | None = None  # steps; null saves the state after each epoch only
+    nonfinite: str = "stop"  # at a loss or gradient that is no finite number: stop, or skip the step
+    nonfinite_limit: int = 10  # stop after so many skipped in a row
 
 
 @dataclass
@@ -83,7 +91,7 @@ class RunConfig:
     pos: str = "rope_axial"
     seed: int = 0
     out: str | None = None  # run folder; of a sweep, the folder that holds its run folders
-    resume: str | None = None  # run folder to continue
+    resume: str | None = None  # run folder to continue; auto: the one that out= names, where it is there already
     init: str | None = None  # run folder or .safetensors file to begin from: its architecture, weights, training grid
     preserve: bool = False  # with init: pos begins with no effect and what it replaces fades (vitpos.attach)
     data: Any = MISSING
@@ -166,6 +174,10 @@ def check(run: RunConfig) -> None:
         ("train.ema", t.ema, t.ema is None or 0 < t.ema < 1, "null or in (0, 1)"),
         ("train.precision", t.precision, t.precision in PRECISIONS, f"one of {', '.join(PRECISIONS)}"),
         ("train.threads", t.threads, t.threads is None or t.threads >= 1, "null or 1 or more"),
+        ("train.sharding", t.sharding, t.sharding in ("none", "fsdp"), "none or fsdp"),
+        ("train.save_every", t.save_every, t.save_every is None or t.save_every >= 1, "null or 1 or more steps"),
+        ("train.nonfinite", t.nonfinite, t.nonfinite in ("stop", "skip"), "stop or skip"),
+        ("train.nonfinite_limit", t.nonfinite_limit, t.nonfinite_limit >= 1, "1 or more steps"),
     ]
     for key, value, holds, wanted in rules:
         if isinstance(value, float) and not math.isfinite(value):
@@ -174,9 +186,18 @@ def check(run: RunConfig) -> None:
             raise ValueError(f"{key}={value} must be {wanted}")
     if run.preserve and run.init is None:
         raise ValueError("preserve=true keeps what trained weights compute; it needs init=RUN_FOLDER, whose they are")
+    if t.sharding == "fsdp" and t.precision == "fp16":
+        raise ValueError("train.sharding=fsdp is not made for train.precision=fp16; take bf16")
     taken = {"in_chans", "num_classes", "img_size", "pos"} & set(run.model.kwargs)
     if taken:
         raise ValueError(f"model.kwargs.{min(taken)} is not set here: it follows from the data and from pos")
+
+
+def chosen(cfg: DictConfig) -> DictConfig:
+    """What to run: the command line's configuration or, with ``resume``, that of the run which is continued."""
+    if cfg.resume == AUTO:
+        return _found(cfg)
+    return cfg if cfg.resume is None else resumed(cfg, Path(cfg.resume))
 
 
 def resumed(cfg: DictConfig, folder: Path) -> DictConfig:
@@ -208,6 +229,26 @@ def resumed(cfg: DictConfig, folder: Path) -> DictConfig:
             )
     stored.resume = str(folder)
     return stored
+
+
+def _found(cfg: DictConfig) -> DictConfig:
+    """The same configuration, with ``resume`` its own run folder if that is there, else null."""
+    run = typed(cfg)
+    if run.out is None and not _sweeping():
+        raise ValueError("resume=auto finds a run by its folder; name that with out=FOLDER")
+    folder = new_folder(run)
+    begun = (folder / "config.yaml").is_file()
+    if begun:
+        differing = difference(identity(run), identity(typed(_stored(folder))))
+        if differing is not None:
+            key, ours, theirs = differing
+            raise ValueError(f"resume=auto: the run in {folder} has {key}={theirs}, not {ours}; choose another out=")
+    cfg.resume = str(folder) if begun else None
+    return cfg
+
+
+def _sweeping() -> bool:
+    return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
 
 
 def _stored(folder: Path) -> Any:
@@ -250,7 +291,7 @@ def new_folder(run: RunConfig) -> Path:
     """Where a new run goes: out, or runs/<date>/<time>-<encoding>-s<seed>; in a sweep, a folder of its own there."""
     slug = "".join(c if c.isalnum() or c in "._-" else "-" for c in run.pos.replace(" ", "").replace("+", "_"))
     label = f"{slug.strip('-')}-s{run.seed}"
-    if HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN:
+    if _sweeping():
         return Path(HydraConfig.get().sweep.dir) / f"{HydraConfig.get().job.num:02d}-{label}"
     if run.out is not None:
         return Path(run.out)

@@ -9,11 +9,14 @@ import json
 import math
 import os
 import platform
+import shutil
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import pandas as pd
 import torch
@@ -22,44 +25,139 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 import vitpos
-from vitpos import config, data
+from vitpos import config, data, preemption, states
 from vitpos.config import RunConfig
 
+NONFINITE = "nonfinite.json"
 PACKAGES = ("vitpos", "torch", "timm", "torchvision", "accelerate", "numpy", "scikit-learn")
+
+
+@dataclass
+class State:
+    """All that a run goes on from: weights, optimizer, moving average, loss scale, and where training is.
+
+    Every draw is keyed by seed, epoch, step and sample, so that where training is takes two integers: ``step``, the
+    number of steps done, and the number of epochs with a row of metrics. ``totals`` is float32 [3], this process's
+    sums of loss and accuracy over the steps of the epoch, and their number; ``skips`` counts the latest steps that
+    were not taken.
+    """
+
+    accelerator: Accelerator
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    ema: ModelEmaV3 | None = None
+    unsharded: nn.Module | None = None  # of a sharded model, a whole one that is evaluated and saved in its place
+    step: int = 0
+    skips: int = 0
+    totals: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.start_epoch()
+
+    def start_epoch(self) -> None:
+        self.totals = torch.zeros(3, device=self.accelerator.device)
+
+    def add(self, loss: Tensor, accuracy: Tensor) -> None:
+        self.totals += torch.stack([loss.detach(), accuracy, torch.ones_like(accuracy)])
+
+    def means(self) -> tuple[float, float, int]:
+        """Mean loss and accuracy over the epoch's steps and over all processes, and the number of steps taken."""
+        loss, accuracy, steps = self.accelerator.reduce(self.totals, "mean").tolist()
+        return loss / max(steps, 1), accuracy / max(steps, 1), round(steps)
+
+    def evaluated(self) -> nn.Module:
+        """The model that is reported and saved, of the moving average if there is one. All processes take part."""
+        model = self.model if self.ema is None else self.ema.module
+        if self.unsharded is None:
+            return model
+        self.unsharded.load_state_dict({k: _whole(v) for k, v in model.state_dict().items()})
+        return self.unsharded
+
+    def gather(self) -> dict[str, Any]:
+        """Everything as whole tensors on the CPU of the first process, sharded or not. All processes take part."""
+
+        def whole(values: Mapping[str, Any]) -> dict[str, Any]:
+            tensors = ((k, _whole(v) if isinstance(v, Tensor) else v) for k, v in values.items())
+            return {k: v.cpu() if isinstance(v, Tensor) else v for k, v in tensors if self.accelerator.is_main_process}
+
+        optimizer, scaler = self.optimizer.state_dict(), self.accelerator.scaler
+        return {
+            "model": whole(self.model.state_dict()),
+            "optimizer": {**optimizer, "state": {i: whole(v) for i, v in optimizer["state"].items()}},
+            "ema": None if self.ema is None else whole(self.ema.module.state_dict()),
+            "scaler": None if scaler is None else scaler.state_dict(),
+            "step": self.step,
+            "skips": self.skips,
+            "totals": self.accelerator.gather(self.totals[None]).cpu(),  # [processes, 3]
+        }
+
+    def load(self, stored: dict[str, Any]) -> None:
+        """Take over what `gather` returned; ValueError names the first weight that differs in name or shape."""
+        _load(self.model, stored["model"])
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        moments = {
+            i: {k: _like(v, parameters[i]) for k, v in values.items()}
+            for i, values in stored["optimizer"]["state"].items()
+        }
+        self.optimizer.load_state_dict({**stored["optimizer"], "state": moments})
+        if self.ema is not None:
+            _load(self.ema.module, stored["ema"])
+        if self.accelerator.scaler is not None:
+            self.accelerator.scaler.load_state_dict(stored["scaler"])
+        self.step, self.skips = stored["step"], stored["skips"]
+        totals, processes = stored["totals"], self.accelerator.num_processes
+        mine = totals[self.accelerator.process_index] if len(totals) == processes else totals.mean(0)
+        self.totals = mine.to(self.accelerator.device)
+
+    def finite(self) -> bool:
+        """Whether all weights are finite numbers. All processes take part."""
+        shards = (p.to_local() if isinstance(p, DTensor) else p for p in self.model.parameters())
+        bad = sum((~shard.isfinite()).sum() for shard in shards)
+        return self.accelerator.reduce(torch.as_tensor(bad, device=self.accelerator.device)).item() == 0
 
 
 class RunFolder:
     """A run's folder: chosen by the first process, written by it alone, each file whole or not at all.
 
-    As a context manager it removes again what it wrote of a new run when no epoch was completed.
+    As a context manager it lets a scheduler's signals wait for the end of the step in hand, and removes what it wrote
+    of a new run when no state was saved.
     """
 
     def __init__(self, run: RunConfig, accelerator: Accelerator, train_set: data.Dataset, val_set: data.Dataset):
-        self.run, self.accelerator, self.info = run, accelerator, train_set.info
+        self.run, self.accelerator, self.train_set = run, accelerator, train_set
         self.samples = data.fingerprint(train_set, val_set)
         self.rows: list[dict[str, Any]] = []
         self.created: list[Path] = []
+        self.latest: Path | None = None  # state file
+        self.begin = time.perf_counter()
+        self.earlier = 0.0  # seconds before this start
+        self.request = preemption.Request()
+        self.signal = 0  # that all processes have agreed to obey after this step
         self.writer: Any = None
 
     def __enter__(self) -> RunFolder:
         self.path = self._agree(self._open)
+        self.request.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.request.__exit__()
         if self.writer is not None:
-            self.writer.close()
+            with contextlib.suppress(OSError):  # nothing is lost: it was flushed after each epoch
+                self.writer.close()
         if error is not None:
             self._remove_unless_begun()
 
     @property
     def seconds(self) -> float:
-        """How long the epochs done so far took."""
-        return self.rows[-1]["seconds"] if self.rows else 0.0
+        """How long the run has taken, over all its starts."""
+        return self.earlier + time.perf_counter() - self.begin
 
-    def _agree(self, action: Callable[[], Path]) -> Path:
-        """The first process's result in every process; its error too, so that none waits for a folder in vain."""
+    def _agree(self, action: Callable[[], Any]) -> Any:
+        """The first process's result in every process; its error too, so that none waits for it in vain."""
         answer: list[Any] = [None, None]
         if self.accelerator.is_main_process:
             try:
@@ -69,12 +167,22 @@ class RunFolder:
         if self.accelerator.num_processes > 1:
             broadcast_object_list(answer)
         if answer[1] is not None:
-            raise answer[1]
+            self._fail(answer[1])
         return answer[0]
+
+    def _fail(self, error: Exception) -> NoReturn:
+        """Raise what all processes have met: the first one reports it."""
+        raise error if self.accelerator.is_main_process else SystemExit(2)
 
     def _open(self) -> Path:
         if self.run.resume is not None:
-            return Path(self.run.resume)
+            path = Path(self.run.resume)
+            for left in path.glob(".saving-*"):  # by a process that was killed meanwhile
+                if left.is_dir():
+                    shutil.rmtree(left)
+                else:
+                    left.unlink()
+            return path
         self.path = path = config.new_folder(self.run)
         self.created = [p for p in (path, *path.parents) if not p.exists()]
         config.check_folder(self.run)
@@ -91,83 +199,177 @@ class RunFolder:
         return path
 
     def _remove_unless_begun(self) -> None:
-        if self.run.resume is not None or not self.accelerator.is_main_process or (self.path / "state.pt").exists():
+        if self.run.resume is not None or not self.accelerator.is_main_process or self.latest is not None:
             return
-        for name in ("config.yaml", "environment.json", "last.safetensors", "metrics.csv"):
+        for name in ("config.yaml", "environment.json", "last.safetensors", "metrics.csv", NONFINITE):
             (self.path / name).unlink(missing_ok=True)
         for folder in self.created:
             with contextlib.suppress(OSError):  # another run's files are in it
                 folder.rmdir()
 
-    def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer, ema: ModelEmaV3 | None) -> int:
-        """Load the state of the run that is continued, if it has one; returns the number of epochs done."""
-        path = self.path / "state.pt"
-        if self.run.resume is None or not path.is_file():
-            return 0
+    def restore(self, state: State) -> None:
+        """Load the newest whole state of the run that is continued, if it has one."""
+        if self.run.resume is not None:
+            self.latest = self._agree(self._choose)
+        if self.latest is None:
+            return
         try:
-            state = torch.load(path, map_location=self.accelerator.device, weights_only=True)
-            differing = config.difference(config.identity(self.run), state["config"])
-            samples = state["samples"]
+            stored = torch.load(self.latest, map_location="cpu", weights_only=True)
+            differing = config.difference(config.identity(self.run), stored["config"])
+            samples, self.rows, self.earlier = stored["samples"], stored["rows"], stored["seconds"]
         except Exception as error:
-            raise ValueError(f"{path} is damaged: {_reason(error)}; start a new run") from None
+            raise ValueError(f"{self.latest} cannot be read: {_reason(error)}; start a new run") from None
         if differing is not None:
             key, ours, theirs = differing
-            raise ValueError(f"{path} was trained with {key}={theirs}, config.yaml says {ours}; restore {key} there")
+            raise ValueError(
+                f"{self.latest} was trained with {key}={theirs}, config.yaml says {ours}; restore {key} there"
+            )
         if samples != self.samples:
             raise ValueError(
                 f"resume={self.path} was trained on other images than data.root={getattr(self.run.data, 'root', None)} "
                 "holds now (by their names in train and val); put them back, or start a new run"
             )
         try:
-            _load(model, state["model"])
-            optimizer.load_state_dict(state["optimizer"])
-            if ema is not None:
-                _load(ema.module, state["ema"])
-            if self.accelerator.scaler is not None:
-                self.accelerator.scaler.load_state_dict(state["scaler"])
+            state.load(stored)
         except Exception as error:
             raise ValueError(
-                f"{path} does not fit the model of {self.path / 'config.yaml'}: {_reason(error)}"
+                f"{self.latest} does not fit the model of {self.path / 'config.yaml'}: {_reason(error)}"
             ) from None
-        self.rows = state["rows"]
-        return state["epoch"]
 
-    def save(
-        self, row: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer, ema: ModelEmaV3 | None
-    ) -> None:
-        """After an epoch: its metrics, the weights of the evaluated model, and the resumable state."""
-        if not math.isfinite(row["train_loss"]):
-            raise ValueError(f"the loss is {row['train_loss']} in epoch {row['epoch']}; a lower train.lr may help")
-        self.rows.append(row)
-        if not self.accelerator.is_main_process:
+    def _choose(self) -> Path | None:
+        path, damaged = states.newest(self.path)
+        names = " and ".join(p.name for p in damaged)
+        if damaged and path is None:
+            raise ValueError(f"{self.path} is damaged: no state that was saved ({names}) is whole; start a new run")
+        if damaged and path is not None:
+            print(f"{self.path}: {names} is damaged; going on from {path.name}, saved before", file=sys.stderr)
+        return path
+
+    def accepts(self, state: State, loss: Tensor, norm: Tensor | None = None) -> bool:
+        """Whether to take a step: its loss, and its gradient's norm where it is known, are finite in all processes.
+
+        If not, train.nonfinite says whether the step is skipped or the run ends. The same exchange agrees on signals.
+        It costs one read from the device a step and, with several processes, one reduction of two numbers.
+        """
+        bad = ~loss.detach().isfinite()
+        if norm is not None and self.accelerator.scaler is None:  # which looks for infinite gradients itself
+            bad = bad | ~_whole(norm).isfinite()
+        votes = torch.stack([bad.float(), torch.full_like(loss, self.request.number or 0, dtype=torch.float32)])
+        refused, signal = self.accelerator.gather(votes[None]).amax(0).tolist()
+        self.signal = int(signal)
+        if not refused:
+            state.skips = 0
+            return True
+        state.skips += 1
+        ends = self.run.train.nonfinite == "stop" or state.skips >= self.run.train.nonfinite_limit
+        self._report(state, self.accelerator.reduce(loss.detach(), "mean").item(), norm, ends)
+        if self.accelerator.scaler is not None and norm is not None:
+            self.accelerator.scaler.update()  # it has seen these gradients
+        return False
+
+    def _report(self, state: State, loss: float, norm: Tensor | None, ends: bool) -> None:
+        """Say which step was not taken, and on which samples; end the run there, the state before it saved."""
+        batches = data.epoch_batches(len(self.train_set), self.run.train.batch_size, self.run.seed, len(self.rows))
+        batch = batches[state.step - len(self.rows) * len(batches)]
+        report = {
+            "step": state.step + 1,
+            "epoch": len(self.rows) + 1,
+            "loss": str(loss),
+            "gradient_norm": None if norm is None else str(_whole(norm).item()),
+            "samples": [self.train_set.ids[i] for i in batch.tolist()],
+        }
+        self._agree(lambda: self._saving(lambda: self._write(NONFINITE, json.dumps(report, indent=2))))
+        what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient's norm is {report['gradient_norm']}"
+        what += f" in step {state.step + 1} (epoch {len(self.rows) + 1}; samples in {self.path / NONFINITE})"
+        if not ends:
+            self.accelerator.print(f"{what}: skipped", file=sys.stderr)
             return
-        state = {
-            "model": model.state_dict(),
-            "optimizer": optimizer.state_dict(),
-            "ema": None if ema is None else ema.module.state_dict(),
-            "scaler": None if self.accelerator.scaler is None else self.accelerator.scaler.state_dict(),
+        if state.skips > 1:
+            what += f", the last of {state.skips} in a row"
+        state.skips = 0
+        self.save(state, what)
+        self._fail(
+            ValueError(
+                f"{what}; a lower train.lr may help, or resume={self.path} train.nonfinite=skip, which goes on from "
+                "before this step and leaves it out"
+            )
+        )
+
+    def stepped(self, state: State) -> None:
+        """After each step: save where it is time to, and stop where that was asked for."""
+        state.step += 1
+        every = self.run.train.save_every
+        if self.signal or (every is not None and state.step % every == 0):
+            self.save(state)
+        if self.signal:
+            self._stop(f"step {state.step} is saved, resume={self.path} goes on")
+
+    def _stop(self, saved: str) -> None:
+        """End all processes, unless the handler of the signal that this one stands in for wants to go on."""
+        ending: list[Any] = [None]
+        if self.accelerator.is_main_process:
+            try:
+                self.request.obey(self.signal, saved)
+            except (preemption.Stopped, SystemExit) as end:
+                ending[0] = end
+        if self.accelerator.num_processes > 1:
+            broadcast_object_list(ending)
+        if ending[0] is not None:
+            raise ending[0] if self.accelerator.is_main_process else SystemExit(preemption.SAVED)
+        self.request.number = None
+
+    def save(self, state: State, problem: str | None = None) -> None:
+        """Write the state that a run can go on from, and keep the one before. All processes take part."""
+        self._check_weights(state, problem)
+        content = {
+            **state.gather(),
             "config": config.identity(self.run),
             "samples": self.samples,
-            "epoch": row["epoch"],
-            "step": row["step"],
             "rows": self.rows,
+            "seconds": self.seconds,
         }
+
+        def write() -> Path:
+            path = states.write(self.path, state.step, content)
+            states.keep(self.path, path, self.latest)
+            return path
+
+        self.latest = self._agree(lambda: self._saving(write))
+
+    def _check_weights(self, state: State, problem: str | None = None) -> None:
+        """Weights that are no longer finite replace none that are."""
+        if not state.finite():
+            kept = "nothing was saved before" if self.latest is None else f"{self.latest} is the last that was"
+            problem = problem or f"after step {state.step} not all weights are finite numbers"
+            self._fail(ValueError(f"{problem}; the weights are not saved, {kept}; a lower train.lr may help"))
+
+    def epoch(self, state: State, row: dict[str, Any]) -> None:
+        """After an epoch: the weights of the evaluated model, the metrics, and the state. All processes take part."""
+        self._check_weights(state)
+        self.rows.append(row)
+        state.start_epoch()
+        weights = state.evaluated()
+        self._agree(lambda: self._saving(lambda: self._write_results(weights, row)))
+        self.save(state)
+        if self.accelerator.is_main_process:
+            self._saving(lambda: self._write_events(row))
+
+    def _write_results(self, weights: nn.Module, row: dict[str, Any]) -> None:
+        info = self.train_set.info
         extra = {
             "run": f"{self.run.pos} s{self.run.seed}",
             "seed": self.run.seed,
             "epochs": row["epoch"],
             "data": dataclasses.asdict(self.run.data),
         }
-        info = self.info
         preprocessing = {
             "mean": info.mean, "std": info.std, "img_size": list(info.img_size), "in_chans": info.in_chans,
         }  # fmt: skip
-        weights = model if ema is None else ema.module
-        vitpos.save(
-            weights, self.path / "last.safetensors", classes=info.classes, preprocessing=preprocessing, extra=extra
-        )
+        path = self.path / "last.safetensors"
+        vitpos.save(weights, path, classes=info.classes, preprocessing=preprocessing, extra=extra)
         self._write("metrics.csv", pd.DataFrame(self.rows).to_csv(index=False, float_format="%.6g"))
-        self._write("state.pt", lambda path: torch.save(state, path))
+
+    def _write_events(self, row: dict[str, Any]) -> None:
         if self.writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -177,26 +379,46 @@ class RunFolder:
                 self.writer.add_scalar(name, value, row["step"])
         self.writer.flush()
 
-    def _write(self, name: str, content: str | Callable[[Path], None]) -> None:
-        temporary = self.path / f".{name}-{os.getpid()}"
+    def _saving(self, action: Callable[[], Any]) -> Any:
+        """Do it; an error of the disk says what is still there."""
         try:
-            if callable(content):
-                content(temporary)
-            else:
-                temporary.write_text(content)
+            return action()
+        except OSError as error:
+            kept = "nothing was saved before"
+            if self.latest is not None:
+                kept = f"{self.latest.name}, saved before, is whole; make room, then resume={self.path} goes on"
+            raise OSError(f"cannot write to {self.path}: {error.strerror or error}; {kept}") from None
+
+    def _write(self, name: str, content: str) -> None:
+        temporary = self.path / f".saving-{name}-{os.getpid()}"
+        try:
+            temporary.write_text(content)
             os.replace(temporary, self.path / name)
         finally:
             temporary.unlink(missing_ok=True)
 
 
+def _whole(tensor: Tensor) -> Tensor:
+    """The tensor itself, or put together from its shards."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _like(value: Any, reference: Tensor) -> Any:
+    """A whole tensor sharded as the reference of its shape is; anything else as it is."""
+    if not isinstance(reference, DTensor) or not isinstance(value, Tensor) or value.shape != reference.shape:
+        return value
+    return distribute_tensor(value.to(reference.device), reference.device_mesh, reference.placements)
+
+
 def _load(module: nn.Module, stored: dict[str, Tensor]) -> None:
     """Load a state; ValueError names the first weight that differs in name or shape."""
-    here, there = ({k: tuple(v.shape) for k, v in state.items()} for state in (module.state_dict(), stored))
+    references = module.state_dict()
+    here, there = ({k: tuple(v.shape) for k, v in state.items()} for state in (references, stored))
     differing = config.difference(here, there)
     if differing is not None:
         name, ours, theirs = differing
         raise ValueError(f"{name} has shape {theirs or '(absent)'} there, {ours or '(absent)'} here")
-    module.load_state_dict(stored)
+    module.load_state_dict({k: _like(v, references[k]) for k, v in stored.items()})
 
 
 def _reason(error: Exception) -> str:

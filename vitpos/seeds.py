@@ -35,6 +35,13 @@ def generator(seed: int, name: str, *keys: int) -> torch.Generator:
     return torch.Generator().manual_seed(stream(seed, name, *keys))
 
 
+def seed_all(start: int) -> None:
+    """Put Python's, NumPy's and PyTorch's own generators, of all devices, at ``start``."""
+    random.seed(start)
+    np.random.seed(start & 0xFFFFFFFF)  # noqa: NPY002
+    torch.manual_seed(start)
+
+
 @contextlib.contextmanager
 def global_generators(start: int) -> Iterator[None]:
     """Python's, NumPy's and PyTorch's own generators at ``start`` inside the block, and as they were after it.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import math
 import multiprocessing
@@ -22,22 +23,30 @@ from timm.loss import BinaryCrossEntropy
 from timm.optim import create_optimizer_v2, get_optimizer_info, param_groups_layer_decay, param_groups_weight_decay
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import vitpos
 from vitpos import config, data, positions, seeds
 from vitpos.backbone.models import MODELS
 from vitpos.config import RunConfig, TrainConfig
+from vitpos.runs import State
 
 
 def start(cfg: TrainConfig) -> Accelerator:
     """Threads, device, precision and the process group (under torchrun), as the configuration asks."""
     if cfg.threads is not None:
         torch.set_num_threads(cfg.threads)
+    if "SUBMITIT_EXECUTOR" in os.environ and "RANK" not in os.environ:
+        from submitit.helpers import JobEnvironment, TorchDistributedEnvironment
+
+        if JobEnvironment().num_tasks > 1:
+            TorchDistributedEnvironment().export(set_cuda_visible_devices=False)
     # without an accelerator Accelerate joins torchrun's processes only when told to use the CPU
     accelerator = Accelerator(mixed_precision=cfg.precision, cpu=cfg.cpu or not torch.accelerator.is_available())
     if accelerator.num_processes != int(os.environ.get("WORLD_SIZE", "1")):
         raise ValueError(
-            f"torchrun started {os.environ['WORLD_SIZE']} processes, {accelerator.num_processes} work together"
+            f"{os.environ['WORLD_SIZE']} processes were started, {accelerator.num_processes} work together"
         )
     share, rest = divmod(cfg.batch_size, accelerator.num_processes)
     if rest == 0 and share % cfg.accumulate:
@@ -118,16 +127,18 @@ def create_optimizer(model: Any, cfg: TrainConfig) -> torch.optim.Optimizer:
         raise ValueError(f"timm cannot build train.optimizer={cfg.optimizer}: {error}") from error
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, cfg: TrainConfig, step: int, steps: int) -> float:
-    """Linear warm-up over the first cfg.warmup of all steps, then cosine to zero; returns the base rate."""
+def learning_rate(cfg: TrainConfig, step: int, steps: int) -> float:
+    """Linear warm-up over the first cfg.warmup of all steps, then cosine to zero."""
     warmup = round(cfg.warmup * steps)
     if step < warmup:
-        lr = cfg.lr * (step + 1) / warmup
-    else:
-        lr = cfg.lr * 0.5 * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup)))
+        return cfg.lr * (step + 1) / warmup
+    return cfg.lr * 0.5 * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup)))
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, cfg: TrainConfig, step: int, steps: int) -> None:
+    """The rate of a step, times the scale of each group."""
     for group in optimizer.param_groups:
-        group["lr"] = lr * group["lr_scale"]
-    return lr
+        group["lr"] = learning_rate(cfg, step, steps) * group["lr_scale"]
 
 
 def coordinates(model: Any, x: Tensor, run: RunConfig, step: int) -> dict[str, Tensor]:
@@ -189,6 +200,31 @@ def create_ema(model: nn.Module, cfg: TrainConfig) -> ModelEmaV3 | None:
     return None if cfg.ema is None else ModelEmaV3(model, decay=cfg.ema, use_warmup=True)
 
 
+def shard(cfg: TrainConfig, accelerator: Accelerator, model: Any, ema: ModelEmaV3 | None) -> nn.Module | None:
+    """With train.sharding=fsdp, split the weights of both over the processes, block by block, in place (FSDP2).
+
+    Returns a whole copy of the model, to evaluate and to save; None where nothing is sharded. By torch itself:
+    Accelerate shards on accelerators only.
+    """
+    if cfg.sharding == "none" or accelerator.num_processes == 1:
+        return None
+    unsharded = copy.deepcopy(model)
+    mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
+    for module in (model, None if ema is None else ema.module):
+        if module is not None:
+            for block in module.blocks:
+                fully_shard(block, mesh=mesh)
+            fully_shard(module, mesh=mesh)
+    return unsharded
+
+
+def prepare(accelerator: Accelerator, state: State) -> tuple[nn.Module, Any]:
+    """The model as it is called in training, its gradients averaged over all processes, and its optimizer."""
+    if state.unsharded is None:
+        return accelerator.prepare(state.model, state.optimizer)
+    return state.model, accelerator.prepare(state.optimizer)
+
+
 @torch.no_grad()
 def evaluate(model: nn.Module, dataset: data.Dataset, batch_size: int, accelerator: Accelerator) -> dict[str, float]:
     """Mean cross-entropy and accuracy of the model on the whole dataset, each process on its share."""
@@ -210,13 +246,12 @@ class Meter:
     Runs of a sweep that share a terminal side by side print three lines each.
     """
 
-    def __init__(self, accelerator: Accelerator, run: RunConfig, steps: int, done: int, seconds: float = 0.0):
+    def __init__(self, accelerator: Accelerator, run: RunConfig, steps: int, done: int):
         self.loud = accelerator.is_main_process
         self.label, self.epochs = f"{run.pos} s{run.seed}", run.train.epochs
         self.images, self.images_per_step = 0, run.train.batch_size
         alone = multiprocessing.current_process().name == "MainProcess"
         self.every = 1 if alone else math.ceil(self.epochs / 3)
-        self.begin = time.perf_counter() - seconds  # those of the epochs before this start
         self.spent = 0.0  # seconds in training steps, evaluation left out
         columns = (
             TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(),
@@ -246,10 +281,6 @@ class Meter:
     @property
     def rate(self) -> float:
         return self.images / max(self.spent, 1e-9)
-
-    @property
-    def seconds(self) -> float:
-        return time.perf_counter() - self.begin
 
     def epoch(self, row: dict[str, Any]) -> None:
         """Report an epoch's metrics."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from vitpos import preemption
 
 
 def read_batches(
@@ -48,17 +49,13 @@ class _Reader(torch.utils.data.Dataset):
 
 @contextlib.contextmanager
 def _signals_wait() -> Iterator[None]:
-    """SIGINT and SIGTERM are handled after the block: an exception raised while a process forks is lost."""
-    if threading.current_thread() is not threading.main_thread():  # it gets no signals
-        yield
-        return
+    """Signals that end a run are handled after the block: an exception raised while a process forks is lost."""
     arrived: list[int] = []
-    handlers = {n: signal.signal(n, lambda n, _: arrived.append(n)) for n in (signal.SIGINT, signal.SIGTERM)}
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
     try:
-        yield
+        with preemption.handling(lambda number, _: arrived.append(number), *numbers):
+            yield
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
         if arrived:
             signal.raise_signal(arrived[0])
 
