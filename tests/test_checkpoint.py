@@ -41,8 +41,10 @@ def test_the_training_grid_is_kept_when_the_input_size_changes(tmp_path):
         x = images(grid, dtype=torch.float32)
         assert torch.equal(again(x), model(x))
     wrong = tiny("ape1d", (4, 4)).float()
-    wrong.load_state_dict(model.state_dict())
+    wrong.load_state_dict(dict(model.state_dict()))  # without PyTorch's metadata
     assert not torch.equal(wrong(x), model(x))
+    with pytest.raises(RuntimeError, match=r"pos_embed is of a grid of \(2, 8\), the model's of \(4, 4\)"):
+        wrong.load_state_dict(model.state_dict())
 
 
 def test_an_attached_model_is_not_reloaded_as_a_plain_one(tmp_path):

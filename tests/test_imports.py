@@ -36,7 +36,7 @@ ORDER = [
     "cli",
 ]
 WITHIN = {  # likewise, inside a package
-    "backbone": ["parts", "native", "models", "resizing", "preserving", "attaching", "table"],
+    "backbone": ["parts", "native", "models", "resizing", "preserving", "loading", "attaching", "table"],
     "data": ["dataset", "batches", "splits", "files", "workers", "digits", "cifar", "folder"],
 }
 APART = {"stats": set(), "report": {"stats"}}  # numbers only: no model code

@@ -17,6 +17,7 @@ from vitpos.encoding import Encoding, Geometry
 from vitpos.positions import Positions
 from vitpos.spec import Spec, Term, lookup
 
+GRID = "position_grid"  # under which the metadata of a model's state_dict hold its training grid
 Held = Mapping[str, Any]  # parameters and modules that timm's own model holds of its encodings, by name
 
 
@@ -38,6 +39,11 @@ def why_not(first: str, second: str, native_rotates: bool = False) -> str | None
             "not both: use one"
         )
     return None
+
+
+def flat_tables(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a model's parameters by name those of which no shape says what grid they are for: rows of one flat list."""
+    return {k: v for k, v in state.items() if k.rpartition(".")[2] in ("pos_embed", "relative_position_bias_table")}
 
 
 def check_combination(spec: Spec, native_rotates: bool = False) -> None:

@@ -18,6 +18,7 @@ from timm.models import build_model_with_cfg, get_pretrained_cfg, register_model
 from torch import Tensor, nn
 
 from vitpos.backbone import attach, create_model, position_of
+from vitpos.backbone.loading import find_weights, source_grid, without_sizes
 from vitpos.hub import BASES, GENERIC, describe_for_timm
 from vitpos.spec import list_encodings, lookup, parse
 
@@ -93,8 +94,15 @@ def _check_weights(weights: dict[str, Tensor], model: nn.Module) -> dict[str, Te
 def _build(name: str, architecture: str, pos: str, pretrained: bool, **kwargs: Any) -> nn.Module:
     """Let timm build, load and wrap a model of ours as it does its own."""
     saved = (kwargs.get("pretrained_model_args") or {}).get("pos", pos)
+    given: dict[str, Any] = {}
+    if pretrained and not kwargs.get("pretrained_model_args"):  # (a folder's own arguments hold the grid)
+        weights = find_weights(name, {**kwargs, "pretrained": True})
+        if weights is not None and (weights.tables or weights.grid):
+            with torch.device("meta"):
+                bare = {key: value for key, value in without_sizes(kwargs).items() if key not in _SOURCES}
+                given["grid"] = source_grid(weights, timm.create_model(architecture, **bare))
     model = build_model_with_cfg(
-        partial(rebuild, architecture, saved if pretrained else pos),
+        partial(rebuild, architecture, saved if pretrained else pos, **given),
         name,
         pretrained,
         pretrained_filter_fn=_check_weights,

@@ -66,10 +66,16 @@ def explicit(
         raise ValueError(f"coords must be [N, 2] or [B, N, 2] as (y, x), got shape {tuple(coords.shape)}")
     if not torch.compiler.is_compiling() and not coords.isfinite().all():
         raise ValueError("coords must be finite numbers")
-    whole = isinstance(extent, (tuple, list)) and len(extent) == 2 and all(isinstance(s, int) for s in extent)
-    if extent is not None and not (whole and min(extent) >= 1):
-        raise ValueError(f"extent must be two whole numbers (H, W) of at least 1, got {extent!r}")
+    if extent is not None:
+        check_grid("extent", extent)
     return Positions(coords.to(device, dtype), default if extent is None else (extent[0], extent[1]))
+
+
+def check_grid(what: str, grid: Any) -> None:
+    """ValueError unless ``grid`` is (H, W), two whole numbers of at least 1."""
+    whole = isinstance(grid, (tuple, list)) and len(grid) == 2 and all(isinstance(side, int) for side in grid)
+    if not (whole and min(grid) >= 1):
+        raise ValueError(f"{what} must be two whole numbers (H, W) of at least 1, got {grid!r}")
 
 
 def scale(extent: Extent, reference: Extent) -> tuple[float, float]:

@@ -10,16 +10,19 @@ from typing import Any, NoReturn
 import timm
 import torch
 from timm.layers import PatchDropoutWithIndices
+from timm.models._input import update_model_input_size
 from torch import Tensor, nn
 
 from vitpos import positions
+from vitpos.backbone.loading import Weights, find_weights, source_grid, take_tables, without_loading, without_sizes
 from vitpos.backbone.models import BLOCKS, MODELS
 from vitpos.backbone.native import OWN, ROTARY
 from vitpos.backbone.parts import PARTS, PATCH_EMBEDS, attentions_of, not_a_multiple
 from vitpos.backbone.preserving import begin, changed, preserved
-from vitpos.composition import Position, check_combination
+from vitpos.composition import Position, check_combination, flat_tables
 from vitpos.encoding import Geometry
 from vitpos.hub import describe_for_timm
+from vitpos.positions import check_grid
 from vitpos.spec import Spec, Term, lookup, parse, shortened
 
 WHY_NOT = {  # classes of timm whose refusal has a better reason than being unknown
@@ -42,6 +45,7 @@ def create_model(
     *,
     preserve: bool | None = None,
     encoding_seed: int | None = None,
+    checkpoint_grid: Sequence[int] | None = None,
     **kwargs: Any,
 ) -> nn.Module:
     """A timm model of this name with the position encoding ``pos``.
@@ -50,8 +54,13 @@ def create_model(
     as timm does, whatever the encoding; the encoding draws after it, from ``encoding_seed`` if given (the global
     random state is then untouched by it).
 
+    Trained weights (``pretrained``, ``checkpoint_path``) may be of any size and aspect: tables that the encoding keeps
+    are loaded as they are, with their own grid as the training grid, and each forward resamples them.
+    ``checkpoint_grid`` (H, W), in patches, says which grid that is, where a file does not.
+
     Raises ValueError for an unknown model, encoding or option, an image size that is no multiple of the patch
-    size, a width that the encoding cannot serve; TypeError for a model or option of a kind that is not served.
+    size, a width that the encoding cannot serve, tables of an unknown grid; TypeError for a model or option of a kind
+    that is not served; FileNotFoundError.
     """
     spec = parse(pos)
     if not (encoding_seed is None or (isinstance(encoding_seed, int) and encoding_seed >= 0)):
@@ -66,22 +75,69 @@ def create_model(
     trained = bool(kwargs.get("pretrained") or kwargs.get("checkpoint_path"))
     if kwargs.get("weight_init") == "skip" and not trained:
         raise ValueError("weight_init='skip' leaves pos_embed and tokens uninitialized; use 'reset' for PyTorch's own")
-    try:
-        model = timm.create_model(name, **kwargs)
-    except (AssertionError, ArithmeticError, LookupError, RuntimeError, StopIteration, TypeError) as error:
-        given = ", ".join(f"{key}={shortened(repr(value))}" for key, value in kwargs.items())
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise ValueError(f"timm cannot build {name} with {given}: {shortened(reason, 400)}") from error
+    if checkpoint_grid is not None:
+        check_grid("checkpoint_grid", checkpoint_grid)
+        if not trained:
+            raise ValueError("checkpoint_grid is the grid of trained weights; give checkpoint_path or pretrained=True")
+    weights = find_weights(name, kwargs) if trained else None
+    wanted, size = _sizes(name, kwargs, weights, checkpoint_grid) if trained else (None, None)
+    model = _build(name, kwargs if wanted is None else {**kwargs, "img_size": size})
     target: Any = model if type(model) in MODELS else getattr(model, "model", model)  # features_only wraps it
     if kwargs.get("img_size") is not None and not kwargs.get("dynamic_img_pad") and type(target) in MODELS:
-        size, step = target.patch_embed.img_size, target.patch_embed.feat_ratio(as_scalar=False)
+        size, step = wanted or target.patch_embed.img_size, target.patch_embed.feat_ratio(as_scalar=False)
         if any(side % s for side, s in zip(size, step)):
             raise ValueError(not_a_multiple(size, step))
+    if weights is not None and type(target) in MODELS:
+        take_tables(target, weights)
+    if wanted is not None and not (preserve or _keeps_tables(target, spec)):
+        target.patch_embed.set_input_size(img_size=wanted)  # the encoding is a new one, for the new size
     with torch.random.fork_rng(enabled=encoding_seed is not None):
         if encoding_seed is not None:
             torch.manual_seed(encoding_seed)
         _attach(target, spec, trained=trained, preserve=preserve)
+    if wanted is not None:
+        target.set_input_size(img_size=wanted)
+        if target is not model:
+            update_model_input_size(model, wanted)
     return model
+
+
+def _build(name: str, kwargs: dict[str, Any]) -> Any:
+    try:
+        return timm.create_model(name, **kwargs)
+    except (AssertionError, ArithmeticError, LookupError, RuntimeError, StopIteration, TypeError) as error:
+        given = ", ".join(f"{key}={shortened(repr(value))}" for key, value in kwargs.items())
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"timm cannot build {name} with {given}: {shortened(reason, 400)}") from error
+
+
+def _sizes(
+    name: str, kwargs: dict[str, Any], weights: Weights | None, given: Sequence[int] | None
+) -> tuple[Any, Any] | tuple[None, None]:
+    """The image size asked for, and the one at which tables of these weights fit; None if they are the same."""
+    resized = any(kwargs.get(key) is not None for key in ("img_size", "patch_size"))
+    if not resized and weights is None and given is None:
+        return None, None
+    with torch.device("meta"):
+        nominal = _build(name, without_sizes(kwargs))
+        asked = _build(name, without_loading(kwargs)) if resized else nominal
+    plain = type(nominal) in MODELS
+    if not plain and not (hasattr(nominal, "position") and kwargs.get("checkpoint_path")):
+        return None, None  # not served, or a name of vitpos that sees to it itself
+    if plain and weights is not None and weights.encoding:
+        raise ValueError(
+            f"{weights.where} holds {weights.encoding} of a vitpos encoding, for which timm's {name} has no place; use "
+            "vitpos.load for a file of vitpos.save, else load_state_dict of a model with the encoding"
+        )
+    grid = source_grid(weights, nominal, None if given is None else (given[0], given[1]))
+    patch = asked.patch_embed
+    if tuple(patch.grid_size) == grid or not flat_tables(nominal.state_dict()):
+        return None, None
+    return patch.img_size, tuple(cells * step for cells, step in zip(grid, patch.feat_ratio(as_scalar=False)))
+
+
+def _keeps_tables(model: Any, spec: Spec) -> bool:
+    return "native" in spec.names or ("ape1d" in spec.names and getattr(model, "pos_embed", None) is not None)
 
 
 def attach(model: nn.Module, pos: str | Spec, *, preserve: bool | None = None) -> nn.Module:

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from vitpos import positions
 from vitpos.backbone.parts import PARTS, HybridEmbed, PatchEmbed
-from vitpos.composition import Position
+from vitpos.composition import GRID, Position, flat_tables
 from vitpos.hub import Described
 from vitpos.positions import Positions
 
@@ -217,6 +217,22 @@ class PositionMixin(Described):
         for info in self.feature_info:
             info["reduction"] = self.patch_embed.feat_ratio()
         update_model_input_size(self, self.patch_embed.img_size, patch_size=patch_size)
+
+    def _save_to_state_dict(self: Any, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """As any module, with the training grid in the metadata that PyTorch keeps beside the names."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
+        if hasattr(destination, "_metadata"):
+            destination._metadata[prefix[:-1]][GRID] = list(self.position.geometry.grid)
+
+    def _load_from_state_dict(self: Any, state: Any, prefix: str, metadata: Any, *rest: Any) -> None:
+        """As any module; tables of another grid are refused even if they have as many rows."""
+        super()._load_from_state_dict(state, prefix, metadata, *rest)  # type: ignore[misc]
+        theirs, ours = tuple(metadata.get(GRID, ())), self.position.geometry.grid
+        if theirs and theirs != ours and (tables := flat_tables(state)):
+            rest[-1].append(
+                f"{next(iter(tables))} is of a grid of {theirs}, the model's of {ours}; load it into a model built on "
+                "its grid, then call set_input_size"
+            )
 
     def no_weight_decay(self: Any) -> set[str]:
         """timm's names and all positional parameters."""
