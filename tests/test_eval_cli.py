@@ -215,7 +215,7 @@ def test_timm_models_by_name(tmp_path, evaluate):
         (["checkpoint={run}", "pretrained=true"], "go with model="),
         (["checkpoint={run}", "translation.step=1"], "did you mean translation.steps"),
         (["checkpoint={run}", "checkpont=1"], "did you mean checkpoint"),
-        (["checkpoint={run}", "probes=[shortcut]"], "unknown probe"),
+        (["checkpoint={run}", "probes=[shortcuts]"], "unknown probe"),
         (["checkpoint={run}", "resolution.upsample=[26]"], "try 24 or 28"),
         (["checkpoint={run}", "resolution.policies=[stretch]"], "stretch"),
         (["checkpoint={run}", "data.canvs=32"], "did you mean canvas"),
@@ -236,7 +236,7 @@ def test_timm_models_by_name(tmp_path, evaluate):
         (["checkpoint={run}", "threads=0"], "threads=0"),
         (["checkpoint={run}", "translation.steps=abc"], "translation.steps='abc' is str, expected int"),
         (["checkpoint={run}", "translation=5"], "translation=5 is int"),
-        (["checkpoint={run}", "probes=foo"], "unknown probe 'foo': known: resolution, translation"),
+        (["checkpoint={run}", "probes=foo"], "unknown probe 'foo': known: .*shuffle, translation"),
         (["checkpoint={run}", "probes=[5]"], "unknown probe '5'"),
         (["model=vit_tiny_patch16_224", "data=digits", "model_args=5"], "model_args=5 is int, expected dict or null"),
         (

@@ -11,16 +11,11 @@ import pytest
 import timm
 import torch
 from fakes import CLASSES, Brightness, Constant, Quadrant, Scenes, Squares, Window
+from probing import POOLED, SMALL, encoded, large, subject
 
 import vitpos
 from vitpos import probes
 from vitpos.probes import resolution, translation
-
-TIMM = dict(img_size=(12, 16), patch_size=4, in_chans=1, num_classes=CLASSES, embed_dim=16, depth=2, num_heads=2)
-
-
-def subject(model, images=None, **kwargs):
-    return probes.Subject(model, images or Squares(), mean=[0.25], std=[0.5], batch_size=16, **kwargs)
 
 
 def results(model, images=None, translation=None, resolution=None):
@@ -30,14 +25,10 @@ def results(model, images=None, translation=None, resolution=None):
 
 def vit(pos_embed, **kwargs):
     torch.manual_seed(0)
-    args = TIMM | dict(pos_embed=pos_embed, class_token=False, global_pool="avg", dynamic_img_size=True) | kwargs
-    model = timm.create_model("vit_tiny_patch16_224", **args)
-    # At its start a model is nearly linear, and the background outweighs the object: a position added to the
-    # tokens cancels in the mean, and all images get one decision. So: large weights, and logits centred over
-    # the data set.
-    for weight in model.parameters():
-        if weight.ndim > 1:
-            torch.nn.init.normal_(weight, std=0.5)
+    args = SMALL | POOLED | dict(pos_embed=pos_embed, dynamic_img_size=True) | kwargs
+    # At its start the background outweighs the object: a position added to the tokens cancels in the mean, and all
+    # images get one decision. So: large weights, and logits centred over the data set.
+    model = large(timm.create_model("vit_tiny_patch16_224", **args))
     with torch.no_grad():
         model.head.bias -= model((Squares(textured=True).batch(range(40)) - 0.25) / 0.5).mean(0)
     return model
@@ -368,27 +359,24 @@ class Mine:
 
 def test_a_new_probe_is_one_new_file_and_a_duplicate_is_refused(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(NEW_PROBE)
+    before = probes.names()
     monkeypatch.setattr(probes, "__path__", [*probes.__path__, str(tmp_path)])
     try:
         probes.discover()
-        assert probes.names() == ["mine", "resolution", "translation"]
+        assert probes.names() == sorted(["mine", *before])
+        assert "mine" in probes.default_names()
         out = probes.summarize(probes.evaluate(subject(Constant()), {"mine": {"steps": 3}}))
-        assert out["probes"]["mine"] == {"definitions": {"total": "a sum"}, "total": 120.0}
+        assert out["probes"]["mine"] == {"definitions": {"total": "a sum"}, "options": {"steps": 3}, "total": 120.0}
         with pytest.raises(ValueError, match="already registered"):
             probes.register("mine", definitions={})(type("Mine", (), {}))
     finally:
         probes.REGISTRY.pop("mine", None), probes.DEFINITIONS.pop("mine", None)
         sys.modules.pop("vitpos.probes.mine", None)
-    assert probes.names() == ["resolution", "translation"]
+    assert probes.names() == before
 
 
 def test_policies_are_compared_on_the_same_weights_and_put_back():
-    torch.manual_seed(0)
-    args = TIMM | dict(class_token=False, global_pool="avg")
-    model = vitpos.create_model("vit_tiny_patch16_224", pos="rope_axial", **args)
-    for weight in model.parameters():
-        if weight.ndim > 1:
-            torch.nn.init.normal_(weight, std=0.5)
+    model = encoded("rope_axial")
     policy, before = vitpos.resize_policy(model), copy.deepcopy(model.state_dict())
     options = {"policies": ["extrapolate", "interpolate"], "canvas": "none", "upsample": [[24, 32]]}
     arrays = probes.evaluate(subject(model, Squares(n=120, textured=True)), {"resolution": options})

@@ -425,3 +425,47 @@ def test_report_imports_no_torch_and_no_model_code():
             found.add((node.module or "").split(".")[0])
     assert "matplotlib" in found
     assert not found & {"torch", "timm", "torchvision", "kornia", "vitpos"}
+
+
+def shown_run(encoding, level):
+    one = run(encoding)
+    views = [
+        {"kind": "table", "key": "t", "title": "A table of its own", "note": "What it means.", "brief": True,
+         "columns": [{"title": "block", "unit": ""}, {"title": "kept", "unit": "percent"}],
+         "rows": [["2x2", interval(level)], ["4x4", None]]},
+        {"kind": "curves", "key": "c", "title": "Curves of its own", "note": "n", "x": "layer", "y": "share (%)",
+         "unit": "percent", "series": [{"name": "row", "x": ["embedding", "block 1"], "y": [interval(level), 0.2]},
+                                       {"name": "column", "x": ["embedding", "block 1"], "y": [None, level]}]},
+        {"kind": "maps", "key": "m", "title": "Maps of its own", "note": "n", "unit": "logits",
+         "panels": [{"name": "logit", "values": [[level, None], [0.5, 1.0]]}]},
+    ]  # fmt: skip
+    one["probes"]["mine"] = {"definitions": {"kept": "a share"}, "options": {}, "views": views}
+    one["probes"]["other"] = {"definitions": {}, "options": {}, "part": {"not_applicable": "it has no patches"}}
+    return one
+
+
+def test_what_a_new_probe_shows_is_drawn_without_knowing_it(tmp_path):
+    result = results(shown_run("none", 0.25), shown_run("ape1d", 0.75))
+    names = {path.name for path in report.save(result, tmp_path)}
+    assert {"probe-mine-c.png", "probe-mine-m.png"} <= names
+    page = (tmp_path / "report.html").read_text()
+    text = " ".join(re.sub(r"<[^>]+>", " ", page[: page.index("What this does not show")]).split())
+    table = text[text.index("A table of its own") :]
+    assert "ape1d home 2x2 75.0 65.7 to 82.5 ape1d home 4x4 –" in table
+    assert "none home 2x2 25.0 17.5 to 34.3" in table
+    assert {"Curves of its own", "Maps of its own"} <= set(re.findall(r"<strong>(.*?)</strong>", page))
+    assert "not measured: other, part: it has no patches" in text
+    assert "A table of its own" in printed(result)
+    result["runs"][0]["probes"]["mine"]["views"][0]["brief"] = False
+    for one in result["runs"][1:]:
+        one["probes"].pop("mine")
+    assert "A table of its own" not in printed(result)
+    report.save(results(run("none")), tmp_path)  # figures of an earlier evaluation go
+    assert not list((tmp_path / "figures").glob("probe-*"))
+
+
+def test_other_options_of_a_probe_are_another_measurement():
+    one, other = shown_run("ape1d", 0.5), shown_run("none", 0.5)
+    assert len(report.groups(results(one, other))) == 1
+    other["probes"]["mine"]["options"] = {"steps": 3}
+    assert len(report.groups(results(one, other))) == 2

@@ -121,3 +121,28 @@ def test_repeats_count_as_independent_answers_at_most():
 def test_bad_input_is_a_value_error(call):
     with pytest.raises(ValueError):
         call()
+
+
+def test_ratio_hand_worked():
+    # a = (1, 2, 6), b = (1, 2, 3): r = 9/6; residuals a - r b = (-0.5, -1, 1.5), sd sqrt(1.75); t(2) = 4.302653.
+    e = stats.ratio([1, 2, 6], [1, 2, 3])
+    reach = 4.302653 * np.sqrt(1.75) / np.sqrt(3) / 2
+    np.testing.assert_allclose([e.value, e.low, e.high], [1.5, 1.5 - reach, 1.5 + reach], rtol=1e-6)
+    mean = stats.ratio([1, 2, 6])  # without denominators the t interval of a mean
+    np.testing.assert_allclose([mean.value, mean.high], [3, 3 + 4.302653 * np.sqrt(7 / 3)], rtol=1e-6)
+    falling = e.through(lambda r: 1 - r)
+    assert falling.low < falling.value == -0.5 < falling.high
+    assert stats.ratio([1, 2], [0, 0]) is None
+    for bad in ([1.0], [[1.0, 2.0]], [1.0, np.nan]):
+        with pytest.raises(ValueError, match="expected"):
+            stats.ratio(bad)
+
+
+def test_interval_of_a_ratio_covers_by_simulation():
+    """2,000 draws of 60 images whose denominators vary and go with their numerators; the truth is E a / E b = 2."""
+    rng = np.random.default_rng(6)
+    below = rng.gamma(4.0, 1.0, (2000, 60))
+    above = 2 * below + rng.normal(0, 1.5, below.shape)
+    assert 0.93 <= coverage((stats.ratio(a, b) for a, b in zip(above, below)), 2) <= 0.97
+    # Negative control: the mean of ratios is another quantity, and its interval misses this one.
+    assert coverage((stats.ratio(a / b + 1 / b) for a, b in zip(above, below)), 2) < 0.5

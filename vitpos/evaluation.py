@@ -110,7 +110,8 @@ def check(cfg: DictConfig) -> None:
 
 def options(cfg: DictConfig) -> dict[str, dict[str, Any]]:
     """The probes to run, each with its options."""
-    names = probes.names() if cfg.probes is None else [cfg.probes] if isinstance(cfg.probes, str) else list(cfg.probes)
+    asked: Any = cfg.probes
+    names = probes.default_names() if asked is None else [asked] if isinstance(asked, str) else list(asked)
     found = {}
     for name in names:
         probes.get(str(name))

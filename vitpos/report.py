@@ -16,7 +16,7 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,9 @@ MARKERS = "osD^vPX*"
 TRAINING_ONLY = {"placement", "val_fraction", "crop_padding", "flip", "min_crop_area", "workers", "download"}
 GREY = "#84848c"  # `none`, the baseline, everywhere
 INK, GRID = "#1c1c21", "#d7d7dd"  # in the page: the text colour and the grid colour of the theme
-FIGURE = re.compile(r"(\d+-)?(position|shift|resolution-(canvas|upsample))\.png")  # names that `drawings` gives
+FIGURE = re.compile(
+    r"(\d+-)?(position|shift|resolution-(canvas|upsample)|probe-.+)\.png"
+)  # names that `drawings` gives
 Run = dict[str, Any]
 Interval = dict[str, Any]
 
@@ -92,6 +94,7 @@ def setup(run: Run) -> dict[str, Any]:
         "image_size": run["image_size"],
         "images": run["images"],
         "patch_size": translation.get("patch_size", resolution.get("patch_size")),
+        "options": {name: probe.get("options") for name, probe in run["probes"].items()},
         "shifts": {
             f"{variant}, {name}": entry["shifts"]
             for variant, found in translation.get("variants", {}).items()
@@ -213,7 +216,11 @@ def _apart(group: Group, others: list[Group]) -> list[str]:
     """What of a group's setup is not the same in all of `others`, for its title."""
     setups = [setup(other.runs[0]) for other in others]
     mine = setup(group.runs[0])
-    varied = [key for key in mine if key not in ("images", "shifts") and any(mine[key] != s.get(key) for s in setups)]
+    varied = [
+        key
+        for key in mine
+        if key not in ("images", "shifts", "options") and any(mine[key] != s.get(key) for s in setups)
+    ]
     return [f"{key} {'x'.join(map(str, v)) if isinstance(v := mine[key], list) else v}" for key in varied]
 
 
@@ -351,7 +358,30 @@ def print_table(results: dict[str, Any], console: Console | None = None) -> None
         console.print(table)
         for line in (*legend(group), *certificates(group), *remarks(group)):
             console.print(Text(line, style="dim"))
+        for found in views(group, "table"):
+            if found.view["brief"]:
+                console.print()
+                console.print(_console_table(found, seeds))
         console.print()
+
+
+def _console_table(found: Shown, seeds: bool) -> RichTable:
+    """A probe's own table: the runs one below another."""
+    table = RichTable(
+        box=SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True,
+        title=found.view["title"], title_style="bold", title_justify="left",
+    )  # fmt: skip
+    table.add_column("encoding", overflow="fold")
+    for column in found.view["columns"]:
+        table.add_column(column["title"], justify="right")
+    for run, view in found.runs:
+        for i, row in enumerate(view["rows"]):
+            name = "" if i else base_name(run) + (f", seed {run['seed']}" if seeds else "")
+            cells = [shown(value, column["unit"]) for value, column in zip(row, view["columns"])]
+            table.add_row(
+                Text(name, "bold"), *(Text.assemble(text, ("\n" + of if of else "", "dim")) for text, of in cells)
+            )
+    return table
 
 
 def _title(group: Group) -> str:
@@ -376,14 +406,68 @@ def remarks(group: Group) -> list[str]:
             found[f"{base_name(run)} ({run['label']}): random weights, never trained; its accuracy means nothing"] = (
                 None
             )
-        for probe, entries in (("translation", "variants"), ("resolution", "kinds")):
-            for name, entry in run["probes"].get(probe, {}).get(entries, {}).items():
-                if "not_applicable" in entry:
-                    found[f"not measured: {probe}, {name}: {entry['not_applicable']}"] = None
-                for refused in entry.get("refused", [])[:1]:
-                    count = len(entry["refused"])
-                    found[f"not measured ({base_name(run)}): {name} at {count} sizes: {refused['why']}"] = None
+        for probe, entry in run["probes"].items():
+            for place, why in _not_applicable(entry, (probe,)):
+                found[f"not measured: {', '.join(place)}: {why}"] = None
+        for name, entry in run["probes"].get("resolution", {}).get("kinds", {}).items():
+            for refused in entry.get("refused", [])[:1]:
+                count = len(entry["refused"])
+                found[f"not measured ({base_name(run)}): {name} at {count} sizes: {refused['why']}"] = None
     return list(found)
+
+
+def _not_applicable(entry: dict[str, Any], place: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Every place in a probe's results that says why something does not apply, at any depth."""
+    if "not_applicable" in entry:
+        yield place, entry["not_applicable"]
+        return
+    for name, inner in entry.items():
+        if isinstance(inner, dict) and name not in ("definitions", "options"):
+            hidden = name in ("variants", "kinds")  # mere containers
+            yield from _not_applicable(inner, place if hidden else (*place, name))
+
+
+# What a probe says of its own (`vitpos/probes/_views.py`)
+
+
+@dataclass
+class Shown:
+    """One view of a probe, with the runs of a group that have it, each with its own numbers."""
+
+    probe: str
+    view: dict[str, Any]
+    runs: list[tuple[Run, dict[str, Any]]]
+
+    @property
+    def name(self) -> str:
+        return f"probe-{self.probe}-{self.view['key']}"
+
+
+def views(group: Group, kind: str) -> list[Shown]:
+    """The views of one kind (table, curves, maps) of a group's runs, by probe."""
+    found: dict[tuple[str, str], Shown] = {}
+    for run in group.runs:
+        for probe, entry in run["probes"].items():
+            for view in entry.get("views", []):
+                if view["kind"] == kind:
+                    found.setdefault((probe, view["key"]), Shown(probe, view, [])).runs.append((run, view))
+    return list(found.values())
+
+
+def shown(value: Any, unit: str) -> tuple[str, str]:
+    """A cell's number and its interval, as text; either may be empty."""
+    if isinstance(value, dict):
+        low, high = (_number(value[key], unit) for key in ("low", "high"))
+        return _number(value["value"], unit), f"{low} to {high}"
+    if value is None:
+        return "–", ""
+    return (value if isinstance(value, str) else _number(value, unit)), ""
+
+
+def _number(value: float, unit: str) -> str:
+    if unit == "percent":
+        return percent(value)
+    return str(value) if isinstance(value, int) else f"{value:.3g}"
 
 
 # Markdown
@@ -541,7 +625,58 @@ def drawings(results: dict[str, Any], group: Group, prefix: str = "") -> list[Dr
                     3,
                 )
             )
+    draw = {"curves": _probe_curves, "maps": _probe_maps}
+    for kind, columns in (("curves", 3), ("maps", 5)):
+        for view in views(group, kind):
+            found.append(
+                Drawing(
+                    f"{prefix}{view.name}", view.view["title"], view.view["note"],
+                    functools.partial(draw[kind], group, view), columns,
+                )
+            )  # fmt: skip
     return found
+
+
+def _probe_curves(group: Group, found: Shown, columns: int) -> Figure:
+    """One panel a run, one line a series."""
+    figure, axes = _panels(len(found.runs), columns, 3.3 if columns > 1 else 4.2, 2.6, sharex=True, sharey=True)
+    scale = 100 if found.view["unit"] == "percent" else 1
+    for axis, (run, view) in zip(axes, found.runs):
+        for i, line in enumerate(view["series"]):
+            points = [(x, y) for x, y in zip(line["x"], line["y"]) if y is not None]
+            value = [scale * (y["value"] if isinstance(y, dict) else y) for _, y in points]
+            bars = [[scale * abs(y["value"] - y[end]) if isinstance(y, dict) else 0 for _, y in points]
+                    for end in ("low", "high")]  # fmt: skip
+            axis.errorbar(
+                [x for x, _ in points], value, bars, color=PALETTE[i % len(PALETTE)], marker=MARKERS[i % len(MARKERS)],
+                markersize=4, elinewidth=1, linewidth=1.6, label=line["name"],
+            )  # fmt: skip
+        axis.set(title=_run_title(run, group))
+        if any(isinstance(x, str) for line in view["series"] for x in line["x"]):
+            axis.tick_params(axis="x", labelrotation=60)
+        axis.label_outer()
+    if len(found.view["series"]) > 1:
+        axes[0].legend(fontsize=7.5, framealpha=0.6)
+    figure.supxlabel(found.view["x"], fontsize=10)
+    figure.supylabel(found.view["y"], fontsize=10)
+    return figure
+
+
+def _probe_maps(group: Group, found: Shown, columns: int) -> Figure:
+    """One panel a run and map, one colour scale for all."""
+    panels = [(run, panel) for run, view in found.runs for panel in view["panels"]]
+    figure, axes = _panels(len(panels), columns, 2.3, 2.3)
+    values = [[[math.nan if v is None else v for v in row] for row in panel["values"]] for _, panel in panels]
+    known = [v for rows in values for row in rows for v in row if not math.isnan(v)] or [0.0]
+    for axis, (run, panel), rows in zip(axes, panels, values):
+        mesh = axis.pcolormesh(rows, cmap="cividis", vmin=min(known), vmax=max(known), edgecolors="none")
+        axis.set(aspect="equal", title=_run_title(run, group) + (f"\n{panel['name']}" if panel["name"] else ""))
+        axis.invert_yaxis()
+        axis.set_xticks([]), axis.set_yticks([])
+        axis.grid(False)
+        axis.spines[:].set_visible(False)
+    figure.colorbar(mesh, ax=axes, shrink=0.8, label=found.view["unit"])
+    return figure
 
 
 def _heat_maps(group: Group, columns: int) -> Figure:
@@ -655,7 +790,8 @@ def to_html(results: dict[str, Any]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"percent": percent, "span": span, "points": points, "compared_with": compared_with}
+    filters: dict[str, Any] = {"percent": percent, "span": span, "points": points, "compared_with": compared_with}
+    environment.filters |= filters | {"shown": shown}
     look = styles(results)
     found = groups(results)
     definitions: dict[str, dict[str, str]] = {}
@@ -701,6 +837,7 @@ def _page_group(results: dict[str, Any], group: Group, prefix: str) -> dict[str,
         "figures": figures,
         "sizes": sizes,
         "shifts": [row for run in group.runs for row in _shift_rows(run)],
+        "tables": views(group, "table"),
         "compared": any(compared_with(run) for run in group.runs),
     }
 

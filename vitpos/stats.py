@@ -10,12 +10,14 @@ Shapes: S shifts or positions, N images.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.stats import norm
+from scipy.stats import t as student
 from statsmodels.stats.proportion import proportion_confint
 
 OVER_IMAGES = "images, for this model"
@@ -37,6 +39,11 @@ class Estimate:
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+    def through(self, function: Callable[[float], float]) -> Estimate:
+        """The estimate of a monotone function of the quantity."""
+        low, high = sorted((function(self.low), function(self.high)))
+        return replace(self, value=function(self.value), low=low, high=high)
 
 
 def _scores(values: ArrayLike, ndim: int) -> NDArray[np.float64]:
@@ -77,6 +84,28 @@ def mean_over_images(scores: ArrayLike, repeats: int, level: float = LEVEL) -> E
     if variance > 1e-12:
         effective = float(np.clip(n * p * (1 - p) / variance, n, n * max(repeats, 1)))
     return Estimate(p, *_wilson(p, effective, level), n, "wilson, clustered by image", level=level)
+
+
+def ratio(numerator: ArrayLike, denominator: ArrayLike | None = None, level: float = LEVEL) -> Estimate | None:
+    """Sum of per-image numerators over sum of per-image denominators, both [N]; without these, a mean.
+
+    Interval by linearisation, clustered by image: r = a/b has the variance of the mean of (a_i - r b_i) over the
+    squared mean of b, taken as t-distributed (Cochran 1977, Sampling Techniques, chapter 6). None where the
+    denominators add up to 0.
+    """
+    above = np.asarray(numerator, dtype=np.float64)
+    below = np.ones_like(above) if denominator is None else np.asarray(denominator, dtype=np.float64)
+    if above.ndim != 1 or above.shape != below.shape or len(above) < 2:
+        raise ValueError(f"expected two arrays [N >= 2 images], got shapes {above.shape} and {below.shape}")
+    if not (np.isfinite(above).all() and np.isfinite(below).all()):
+        raise ValueError("expected finite numbers")
+    n, mean = len(above), float(below.mean())
+    if mean == 0:
+        return None
+    value = float(above.mean()) / mean
+    spread = float((above - value * below).std(ddof=1)) / np.sqrt(n) / abs(mean)
+    reach = float(student.ppf(0.5 + level / 2, n - 1)) * spread
+    return Estimate(value, value - reach, value + reach, n, "linearised ratio, t, by image", level=level)
 
 
 def worst_of_grid(correct: ArrayLike, seed: int = 0, level: float = LEVEL) -> tuple[Estimate, tuple[int, int]]:

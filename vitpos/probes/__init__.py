@@ -1,9 +1,13 @@
 """Probes: what an encoding did to a model's spatial invariance. One file a probe, one registry.
 
-A probe has two halves, so that every number can be computed again without the model:
+A probe has two halves, so that every number can be computed again without the model, and says what is shown of it:
 
     collect(subject, options) -> {key: array}   runs the model; one column (last axis) is one image
     summarize(arrays, truth)  -> json-able dict  numbers and intervals from those arrays alone
+    views(summary)            -> list of views   optional: tables and figures as data (`_views.py`) for the report
+
+`collect` raises NotApplicable, with the reason, for a model or data set that the probe cannot be used on.
+`by_default = False` on the class: it runs only when it is named (it takes long).
 
 A new probe is one new file in this folder:
 
@@ -34,6 +38,7 @@ __all__ = [
     "NotApplicable",
     "Probe",
     "Subject",
+    "default_names",
     "differences",
     "evaluate",
     "get",
@@ -50,6 +55,8 @@ class Probe(Protocol):
     """`defaults` are the options with their default values; other keys are refused."""
 
     defaults: dict[str, Any]
+    # by_default: bool = True
+    # def views(self, summary: dict[str, Any]) -> list[View]: ...
 
     def collect(self, subject: Subject, options: Mapping[str, Any]) -> Arrays: ...
 
@@ -75,6 +82,11 @@ def register(name: str, definitions: dict[str, str]) -> Callable[[P], P]:
 
 def names() -> list[str]:
     return sorted(REGISTRY)
+
+
+def default_names() -> list[str]:
+    """The probes that run where none is named."""
+    return [name for name in names() if getattr(REGISTRY[name], "by_default", True)]
 
 
 def get(name: str) -> Probe:
@@ -107,7 +119,7 @@ def evaluate(subject: Subject, probes: Mapping[str, Mapping[str, Any]]) -> Array
     """Run plain evaluation and each named probe with its options; the model is left as it was found.
 
     Returns per-image arrays (documented in docs/results.md): `labels` [N], `ids` [N], `plain/pred` [N], and
-    each probe's own under `<probe>/...`. A variant that does not apply leaves a line in `meta` that says why.
+    each probe's own under `<probe>/...`; `<probe>/not_applicable` says why where a probe does not apply.
     """
     resolved = {name: resolve(name, options) for name, options in probes.items()}
     with subject.evaluating():
@@ -116,7 +128,11 @@ def evaluate(subject: Subject, probes: Mapping[str, Mapping[str, Any]]) -> Array
             raise ValueError(f"{reason}: these are the images as they are; load them or make the model at another size")
         arrays["plain/pred"] = subject.plain()
         for name, options in resolved.items():
-            arrays.update({f"{name}/{key}": array for key, array in get(name).collect(subject, options).items()})
+            try:
+                found = get(name).collect(subject, options)
+            except NotApplicable as reason:
+                found = {"not_applicable": np.array(str(reason))}
+            arrays.update({f"{name}/{key}": array for key, array in found.items()})
     arrays["meta"] = np.array(json.dumps({"schema": "vitpos.predictions/1", "probes": resolved}))
     return arrays
 
@@ -131,9 +147,15 @@ def summarize(arrays: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
         "accuracy": stats.accuracy(arrays["plain/pred"] == truth).as_dict(),
         "probes": {},
     }
-    for name in meta["probes"]:
+    for name, options in meta["probes"].items():
         own = {key[len(name) + 1 :]: arrays[key] for key in arrays if key.startswith(name + "/")}
-        result["probes"][name] = {"definitions": DEFINITIONS[name], **get(name).summarize(own, truth)}
+        about = {"definitions": DEFINITIONS[name], "options": options}
+        if "not_applicable" in own:
+            result["probes"][name] = about | {"not_applicable": str(own["not_applicable"])}
+            continue
+        summary = get(name).summarize(own, truth)
+        views = getattr(get(name), "views", None)
+        result["probes"][name] = about | summary | ({} if views is None else {"views": views(summary)})
     return result
 
 

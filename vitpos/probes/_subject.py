@@ -20,6 +20,15 @@ import vitpos
 from vitpos.composition import Position
 
 T = TypeVar("T")
+COLUMNS = {  # what a sweep keeps of each image's logits
+    "pred": "the decision",
+    "logit_change": "largest absolute change over classes against the reference",
+    "logit_drift": "Euclidean norm over classes of that change",
+    "logit_norm": "Euclidean norm of the logits about their mean over classes: the scale of a drift",
+    "true_logit": "the logit of the true class",
+    "confidence": "the largest probability",
+    "entropy": "of the probabilities, in nats",
+}
 
 
 class NotApplicable(Exception):
@@ -55,6 +64,20 @@ def _patch_of(model: nn.Module) -> tuple[tuple[int, int], str]:
     )
 
 
+def _columns(logits: Tensor, reference: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    """[b] for each name of `COLUMNS` from logits [b, K]."""
+    change, log = logits - reference, logits.log_softmax(1)
+    return {
+        "pred": logits.argmax(1),
+        "logit_change": change.abs().amax(1),
+        "logit_drift": change.norm(dim=1),
+        "logit_norm": (logits - logits.mean(1, keepdim=True)).norm(dim=1),
+        "true_logit": logits.gather(1, labels[:, None])[:, 0],
+        "confidence": log.amax(1).exp(),
+        "entropy": -(log.exp() * log).nan_to_num().sum(1),
+    }
+
+
 class Subject:
     """A model with its images. `mean`, `std`: per channel, of the model's preprocessing.
 
@@ -81,7 +104,7 @@ class Subject:
         if len(images) == 0:
             raise ValueError("no test image: the data set is empty")
         self.model, self.images, self.device = model, images, torch.device(device)
-        self.batch_size = batch_size
+        self.batch_size, self.dtype = batch_size, torch.float32
         self.patch, self.patch_source = (patch, "given") if patch else _patch_of(model)
         count = min(limit, len(images)) if limit else len(images)
         self.indices = torch.arange(count) * len(images) // count
@@ -106,16 +129,79 @@ class Subject:
             part = slice(start, min(start + self.batch_size, len(self.indices)))
             yield part, self.indices[part]
 
+    def some(self, count: int) -> tuple[Subject, NDArray[np.int64]]:
+        """The same with at most `count` images (0: all), spread evenly, and their places [n] among 0..N-1."""
+        if count < 0:
+            raise ValueError(f"the number of images must be 0 (all) or more, got {count}")
+        total = len(self.indices)
+        count = min(count, total) if count else total
+        chosen = torch.arange(count) * total // count
+        part = copy.copy(self)
+        part.indices, part.labels = self.indices[chosen], self.labels[chosen]
+        part.ids = [self.ids[i] for i in chosen.tolist()]
+        return part, chosen.numpy()
+
+    def precise(self) -> Subject:
+        """The same in float64, with a copy of the model; on the CPU where the device knows no float64."""
+        with torch.inference_mode(False):
+            part = copy.copy(self)
+            part.dtype, part.model = torch.float64, copy.deepcopy(self.model)
+            part.device = torch.device("cpu") if self.device.type == "mps" else self.device
+            part.model.to(part.device, torch.float64)
+            part._mean, part._std = (t.to(part.device, torch.float64) for t in (self._mean, self._std))
+        return part
+
+    def positioned(self) -> nn.Module:
+        """A model of the same weights and logits that takes `coords`: the model itself, or a copy of a timm model with
+        its native encoding made explicit. Raises NotApplicable where there is none."""
+        if self.position_aware:
+            return self.model
+        try:
+            with torch.inference_mode(False):
+                return vitpos.attach(copy.deepcopy(self.model), "native")
+        except (TypeError, ValueError) as error:
+            raise NotApplicable(f"the model takes no coordinates, and none can be given to it: {error}") from None
+
+    @contextmanager
+    def differentiable(self) -> Iterator[None]:
+        """Inside, gradients can be taken; only copies of the model should be touched."""
+        with torch.inference_mode(False), torch.enable_grad():
+            yield
+
     def pixels(self, indices: Tensor) -> Tensor:
         """Images [b, C, H, W] in 0..1 on the device, not yet normalised."""
-        return self.images.batch(indices).to(self.device)
+        return self.images.batch(indices).to(self.device, self.dtype)
 
-    def logits(self, pixels: Tensor, model: nn.Module | None = None) -> Tensor:
-        """Normalise, run -> float32 [b, K] on the CPU. Everything before this (shift, pad, resize) is on raw
-        pixels, so that what is filled in is black, not the mean colour."""
-        images = (pixels.to(self.device) - self._mean) / self._std
-        out: Tensor = (self.model if model is None else model)(images)
-        return out.float().cpu()
+    def normalized(self, pixels: Tensor) -> Tensor:
+        """What the model is given for raw pixels [b, C, H, W]."""
+        return (pixels.to(self.device) - self._mean) / self._std
+
+    def logits(self, pixels: Tensor, model: nn.Module | None = None, **told: Any) -> Tensor:
+        """Normalise, run -> [b, K] on the CPU in this subject's dtype; `told` goes to the model. Everything before this
+        (shift, pad, resize) is on raw pixels, so that what is filled in is black, not the mean colour."""
+        out: Tensor = (self.model if model is None else model)(self.normalized(pixels), **told)
+        return out.to(self.dtype).cpu()
+
+    def features(self, pixels: Tensor, model: Any = None) -> dict[str, Tensor]:
+        """What each layer puts out for raw pixels, as maps [b, D, h, w] by name: of a transformer the patch tokens
+        before the first block (`embedding`) and after each, of a network of stages each stage; or NotApplicable."""
+        model = self.model if model is None else model
+        if not hasattr(model, "forward_intermediates"):
+            raise NotApplicable(f"{type(model).__name__} has no forward_intermediates, so its layers cannot be read")
+        entered: list[Tensor] = []
+        blocks = list(getattr(model, "blocks", []))
+        hook = blocks[0].register_forward_pre_hook(lambda _, given: entered.append(given[0])) if blocks else None
+        try:
+            maps = model.forward_intermediates(self.normalized(pixels), intermediates_only=True)
+        finally:
+            if hook is not None:
+                hook.remove()
+        h, w = maps[0].shape[-2:]
+        prefix = getattr(model, "num_prefix_tokens", 0)
+        if not (entered and entered[0].ndim == 3 and entered[0].shape[1] == prefix + h * w):
+            return {f"stage {i}": out for i, out in enumerate(maps, 1)}
+        embedding = {"embedding": entered[0][:, prefix:].mT.unflatten(2, (h, w))}
+        return embedding | {f"block {i}": out for i, out in enumerate(maps, 1)}
 
     def loaded(self) -> Iterator[tuple[slice, Tensor]]:
         """As `batches`, with pixels [b, C, H, W] on the device in place of indices; decoded by workers where
@@ -123,7 +209,7 @@ class Subject:
         if hasattr(self.images, "iterate"):
             parts, batches = zip(*self.batches())
             for part, (pixels, _) in zip(parts, self.images.iterate(list(batches))):
-                yield part, pixels.to(self.device)
+                yield part, pixels.to(self.device, self.dtype)
         else:
             for part, indices in self.batches():
                 yield part, self.pixels(indices)
@@ -135,29 +221,29 @@ class Subject:
     def sweep(
         self,
         conditions: Sequence[T],
-        render: Callable[[Tensor, T], Tensor],
+        render: Callable[[Any, T], Tensor],
         description: str,
         *,
-        source: Iterable[tuple[slice, Tensor]] | None = None,
+        source: Iterable[tuple[slice, Any]] | None = None,
         model: nn.Module | None = None,
-    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """All images under all conditions -> decisions [S, N] and logit change [S, N].
+    ) -> dict[str, NDArray[Any]]:
+        """All images under all conditions -> what is kept of the logits, by the names of `COLUMNS`, each [S, N].
 
-        render(batch, condition) gives raw pixels from what `source` yields (the loaded pixels by default). The logit
-        change is the largest absolute one over classes, against the first condition.
+        render(batch, condition) gives raw pixels from what `source` yields (the loaded pixels by default). Changes are
+        against the first condition.
         """
-        decisions = np.zeros((len(conditions), len(self.indices)), dtype=np.int64)
-        change = np.zeros(decisions.shape, dtype=np.float32)
-        advance = self.track(description, decisions.size)
+        shape = len(conditions), len(self.indices)
+        columns = {name: np.zeros(shape, np.int64 if name == "pred" else np.float32) for name in COLUMNS}
+        advance = self.track(description, shape[0] * shape[1])
         for part, batch in self.loaded() if source is None else source:
             reference = None
             for s, condition in enumerate(conditions):
                 logits = self.logits(render(batch, condition), model)
                 reference = logits if reference is None else reference
-                decisions[s, part] = logits.argmax(1).numpy()
-                change[s, part] = (logits - reference).abs().amax(1).numpy()
+                for name, values in _columns(logits, reference, self.labels[part]).items():
+                    columns[name][s, part] = values.numpy()
                 advance(len(logits))
-        return decisions, change
+        return columns
 
     def accepts(self, size: tuple[int, int]) -> str:
         """'' if the model runs on images of `size` (h, w), else one line that says why not and what would

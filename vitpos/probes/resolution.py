@@ -123,8 +123,7 @@ class Resolution:
                     continue
                 name = subject.resize_policy(model)
                 render = upsample if kind == "upsample" else extend
-                pred, _ = subject.sweep(run, render, f"{kind}, {name}", model=model)
-                preds.append(pred)
+                preds.append(subject.sweep(run, render, f"{kind}, {name}", model=model)["pred"])
                 rows += [(size, name) for size in run]
             if preds:
                 arrays |= {

@@ -129,11 +129,11 @@ class Translation:
                     continue
                 render = {"crop": crop_shift, "circular": circular_shift}.get(variant, self._placed(subject))
                 source = subject.batches() if variant == "canvas" else None
-                pred, change = subject.sweep(shifts, render, f"{variant}, {group}", source=source)
+                columns = subject.sweep(shifts, render, f"{variant}, {group}", source=source)
                 arrays |= {
                     f"{variant}/{group}/shifts": np.array(shifts),
-                    f"{variant}/{group}/pred": pred,
-                    f"{variant}/{group}/logit_change": change,
+                    f"{variant}/{group}/pred": columns["pred"],
+                    f"{variant}/{group}/logit_change": columns["logit_change"],
                 }
         return arrays
 
