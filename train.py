@@ -25,11 +25,13 @@ def main(cfg: DictConfig) -> None:
 
     # data: validation is carved from train by the seed; the test set is eval.py's alone
     train_set, val_set = (data.load(run.data, split, run.seed).to(device) for split in ("train", "val"))
-    steps_per_epoch = len(data.epoch_batches(len(train_set), run.train.batch_size, run.seed, 0, rank, world))
+    shares = {"rank": rank, "world": world, "repeats": run.train.repeats}
+    steps_per_epoch = len(data.epoch_batches(len(train_set), run.train.batch_size, run.seed, 0, **shares))
     steps = run.train.epochs * steps_per_epoch
 
     # model: at one seed every encoding starts from the same backbone weights
     model = training.create_model(run, train_set.info).to(device)
+    training.check_sizes(model, run)
     ema = training.create_ema(model, run.train)
     unsharded = training.shard(run.train, accelerator, model, ema)
     criterion = training.create_loss(run.train)
@@ -50,9 +52,10 @@ def main(cfg: DictConfig) -> None:
         with meter:
             for epoch in range(done, run.train.epochs):
                 parallel.train()
-                batches = data.epoch_batches(len(train_set), run.train.batch_size, run.seed, epoch, rank, world)
+                batches = data.epoch_batches(len(train_set), run.train.batch_size, run.seed, epoch, **shares)
                 left = batches[state.step - epoch * steps_per_epoch :]
-                images = train_set.iterate(left, seed=run.seed, epoch=epoch)
+                sizes = training.sizes(run, range(state.step, state.step + len(left)))
+                images = train_set.iterate(left, seed=run.seed, epoch=epoch, sizes=sizes)
                 for step, (x, y) in enumerate(meter.steps(images), state.step):
                     training.set_learning_rate(optimizer, run.train, step, steps)
                     training.set_fade(model, run.train, step, steps)

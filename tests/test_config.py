@@ -45,13 +45,20 @@ def test_pos_becomes_canonical():
         "train.weight_decay=-0.1", "train.betas=[0.9]", "train.betas=[0.9,1.0]", "train.warmup=1",
         "train.label_smoothing=1", "train.optimizer=adamwx", "train.layer_decay=0", "train.loss=mse",
         "train.bce_threshold=1", "train.mixup=-1", "train.cutmix=-1", "train.mix_prob=2", "train.accumulate=0",
-        "train.clip_grad=-1", "train.ema=1", "train.precision=half", "train.threads=0",
+        "train.repeats=0", "train.clip_grad=-1", "train.ema=1", "train.precision=half", "train.threads=0",
     ],
 )  # fmt: skip
 def test_values_out_of_range_are_named(override):
     key = override.split("=")[0]
     with pytest.raises(ValueError, match=rf"^{key}=.* must be "):
         config.typed(composed(override))
+
+
+@pytest.mark.parametrize("sizes", ["[]", "[0]", "[[16]]", "[[16,24,8]]", "[big]", "[1.5]", "[[16,-8]]"])
+def test_sizes_that_are_none(sizes):
+    with pytest.raises(ValueError, match=r"^train.sizes"):
+        config.typed(composed(f"train.sizes={sizes}"))
+    assert config.typed(composed("train.sizes=[16,[24,32]]")).train.sizes == [16, [24, 32]]
 
 
 def test_keys_that_hydra_lets_through():

@@ -185,6 +185,42 @@ def test_processes_share_the_same_global_batch():
         data.epoch_batches(50, 64, 0, 0)
 
 
+def test_repeated_samples_are_in_one_batch_with_draws_of_their_own():
+    ds = digits(placement="uniform")
+    n = len(ds)
+    batches = data.epoch_batches(n, 12, 0, 0, repeats=3)
+    assert len(batches) == len(data.epoch_batches(n, 12, 0, 0))
+    for batch in batches:
+        _, count = (batch % n).unique(return_counts=True)
+        assert count.tolist() == [3] * 4
+        assert len(set(batch.tolist())) == 12
+    assert len(set((torch.cat(batches) % n).tolist())) == 4 * len(batches), "no sample in two batches"
+    x, y = next(ds.iterate(batches, seed=0, epoch=0))
+    same = batches[0] % n == batches[0][0] % n
+    assert y[same].unique().numel() == 1
+    copies = x[same]
+    assert not any(torch.equal(copies[i], copies[j]) for i, j in [(0, 1), (0, 2), (1, 2)])
+    assert torch.equal(copies[0], ds.augmented([int(batches[0][0] % n)], 0, 0)[0]), "copy 0 is the sample itself"
+    pair = [data.epoch_batches(n, 12, 0, 0, rank, 2, repeats=3) for rank in (0, 1)]
+    assert all(torch.equal(whole, torch.cat(parts)) for whole, *parts in zip(batches, *pair))
+    with pytest.raises(ValueError, match=r"train.repeats=5 does not divide train.batch_size=12"):
+        data.epoch_batches(n, 12, 0, 0, repeats=5)
+
+
+@pytest.mark.parametrize("kind", ["digits", "cifar", "folder"])
+def test_images_come_at_the_sizes_that_are_asked_for(kind, tmp_path):
+    if kind == "folder":
+        ds = folder(make_tree(tmp_path, ("train", "val"), images=20))
+    else:
+        ds = digits() if kind == "digits" else cifar_tree(tmp_path)
+    batches = data.epoch_batches(len(ds), 4, 0, 0)[:3]
+    sizes = [(16, 28), None, (40, 8)]
+    shapes = [tuple(x.shape[-2:]) for x, _ in ds.iterate(batches, epoch=0, sizes=sizes)]
+    assert shapes == [(16, 28), ds.info.img_size, (40, 8)]
+    (x, _), *_ = ds.iterate(batches, seed=0, epoch=0, sizes=sizes)
+    assert torch.equal(x, ds.augmented(batches[0], 0, 0, (16, 28)))
+
+
 def test_iterate_yields_images_with_their_labels():
     ds = digits("val")
     batches = data.eval_batches(len(ds), 100)
@@ -238,6 +274,18 @@ def test_cifar_crop_and_flip_by_hand(tmp_path):
 def test_cifar_without_augmentation_is_the_image(tmp_path):
     ds = cifar_tree(tmp_path, crop_padding=0, flip=False)
     assert torch.equal(ds.augmented([3, 1], 0, 0), ds.batch([3, 1]))
+
+
+def test_cifar_randaugment_and_erasing_are_keyed_by_sample(tmp_path):
+    plain = cifar_tree(tmp_path)
+    cfg = {"name": "cifar10", "root": str(tmp_path), "val_fraction": 0.25}
+    for option in ({"augment": "rand-m9-n2"}, {"erase": 0.5}):
+        ds = data.load({**cfg, **option})
+        x = ds.augmented(range(30), 0, 1)
+        assert torch.equal(ds.augmented([4, 21], 0, 1), x[[4, 21]]), "another batch, the same images"
+        assert not torch.equal(ds.augmented(range(30), 0, 2), x)
+        changed = (x != plain.augmented(range(30), 0, 1)).flatten(1).any(1)
+        assert 0.2 < changed.float().mean() < (1.01 if "augment" in option else 0.8)
 
 
 def test_cifar_archive(tmp_path, monkeypatch):
@@ -411,6 +459,55 @@ def test_folder_flips_when_it_is_told_to(tmp_path, flip):
     flipped = [torch.equal(a, b.flip(2)) for a, b in zip(x, whole)]
     assert all(f or torch.equal(a, b) for f, a, b in zip(flipped, x, whole))
     assert any(flipped) is flip
+
+
+@pytest.mark.parametrize(
+    "options", [{"augment": "rand-m9-mstd0.5-inc1"}, {"augment": "3a"}, {"color_jitter": 0.4}, {"erase": 0.7}]
+)
+def test_folder_augmentation_is_keyed_by_sample(tmp_path, options):
+    """timm's transforms draw from global generators: workers, order and batch must not matter."""
+    root = make_tree(tmp_path, ("train", "val"), images=6)
+    ds, plain = folder(root, **options), folder(root)
+    x = ds.augmented(range(8), 0, 1)
+    assert torch.equal(ds.augmented([6, 3], 0, 1), x[[6, 3]])
+    (streamed, _), *_ = folder(root, workers=2, **options).iterate([torch.arange(8)], seed=0, epoch=1)
+    assert torch.equal(streamed, x)
+    assert not torch.equal(ds.augmented(range(8), 0, 2), x)
+    assert (x != plain.augmented(range(8), 0, 1)).flatten(1).any(1).float().mean() > 0.4
+    assert torch.equal(ds.batch(range(4)), plain.batch(range(4))), "clean images stay clean"
+
+
+def test_crops_of_another_shape_keep_the_aspect_ratio(tmp_path):
+    """A disc on a large square image, cropped to 16 x 48: its bounding box is about as high as wide."""
+    root = make_tree(tmp_path, ("train", "val"), images=3)
+    y, x = np.mgrid[:256, :256] - 127.5
+    disc = Image.fromarray((255 * (y**2 + x**2 < 40**2)).astype(np.uint8))
+    for path in (root / "train").rglob("*.png"):
+        disc.save(path)
+    ds = folder(root, min_crop_area=0.4)
+    ratios = []
+    for epoch in range(20):
+        seen = ds.augmented([0], 0, epoch, (16, 48))[0, 0] > 0.5
+        rows, columns = seen.any(1).sum(), seen.any(0).sum()
+        if not (seen[0].any() or seen[-1].any()):
+            ratios.append((columns / rows).item())
+    assert ratios
+    assert 0.6 < np.median(ratios) < 1.7, "squeezed into 16 x 48 it would be three times as wide as high"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"augment": "rnd-m9"}, "data.augment='rnd-m9' is not in timm's notation"),
+        ({"augment": "rand-q9"}, "data.augment='rand-q9' is not in timm's notation"),
+        ({"color_jitter": -1.0}, "data.color_jitter=-1.0 must be 0 or more"),
+        ({"erase": 2.0}, r"data.erase=2.0 must lie in \[0, 1\]"),
+        ({"interpolation": "cubic"}, "data.interpolation='cubic' must be one of bilinear, bicubic"),
+    ],
+)
+def test_folder_options_that_make_no_sense(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        folder(make_tree(tmp_path, ("train", "val")), **options)
 
 
 def test_empty_class_folder_is_named(tmp_path):

@@ -26,6 +26,7 @@ ORDER = [
     "checkpoint",
     "seeds",
     "preemption",
+    "augment",
     "data",
     "config",
     "states",
@@ -37,7 +38,7 @@ ORDER = [
 ]
 WITHIN = {  # likewise, inside a package
     "backbone": ["parts", "native", "models", "resizing", "preserving", "loading", "attaching", "table"],
-    "data": ["dataset", "batches", "splits", "files", "workers", "digits", "cifar", "folder"],
+    "data": ["dataset", "batches", "splits", "files", "workers", "decoded", "digits", "cifar", "folder"],
 }
 APART = {"stats": set(), "report": {"stats"}}  # numbers only: no model code
 

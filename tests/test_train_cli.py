@@ -110,6 +110,19 @@ def test_same_seed_same_batches_and_masks_for_every_encoding(monkeypatch, tmp_pa
         assert not any(torch.equal(x, y) for x, y in zip(none[kind], other[kind]))
 
 
+def test_every_recipe_at_once(monkeypatch, tmp_path):
+    """And a stopped run goes on with the same draws: sizes, mixing, copies, erasing."""
+    words = ["pos=rope_axial + ape1d", "train.sizes=[24,[16,32],[32,20]]", "train.mixup=0.8", "train.cutmix=1.0",
+             "train.loss=bce", "train.optimizer=lamb", "train.repeats=3", "train.accumulate=2", "train.layer_decay=0.8",
+             "train.coords.shift=0.1", "train.ema=0.9", "model.kwargs.drop_path_rate=0.1",
+             "model.kwargs.patch_drop_rate=0.25"]  # fmt: skip
+    assert train(monkeypatch, "out=whole", *words) == 0
+    stopped(monkeypatch, "out=part", *words)
+    assert train(monkeypatch, "resume=part", tiny=False) == 0
+    whole, part = (vitpos.load(f"{name}/last.safetensors").state_dict() for name in ("whole", "part"))
+    assert all(torch.equal(whole[k], part[k]) for k in whole)
+
+
 def test_the_same_run_twice_is_the_same(monkeypatch, tmp_path):
     weights = []
     for name in ("a", "b"):

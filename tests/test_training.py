@@ -66,6 +66,24 @@ def test_coordinate_augmentation_is_keyed_by_step_and_off_by_default():
     assert model(x, coords=first).shape == (2, 10)
 
 
+def test_sizes_are_drawn_by_step():
+    run = run_config(sizes=[24, [16, 32], [8, 12]])
+    drawn = training.sizes(run, range(300))
+    assert set(drawn) == {(24, 24), (16, 32), (8, 12)}
+    assert min(drawn.count(size) for size in set(drawn)) > 70
+    assert training.sizes(run, range(100, 300)) == drawn[100:], "wherever an epoch or a resumed run begins"
+    assert training.sizes(run_config(seed=1, sizes=run.train.sizes), range(300)) != drawn
+    assert training.sizes(run_config(), range(3)) == [None] * 3
+
+
+def test_sizes_that_patches_do_not_fill():
+    run = run_config(sizes=[24, [16, 30]])
+    model = training.create_model(run, INFO)
+    with pytest.raises(ValueError, match=r"train.sizes holds \(16, 30\), .* the nearest is \(16, 32\)"):
+        training.check_sizes(model, run)
+    training.check_sizes(model, run_config(sizes=[24, [16, 32]]))
+
+
 @pytest.mark.parametrize(
     ("kwargs", "reason"),
     [

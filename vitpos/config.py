@@ -72,6 +72,8 @@ class TrainConfig:
     mixup: float = 0.0  # alpha of the beta distribution that two images' shares are drawn from; 0: off
     cutmix: float = 0.0  # the same for the pasted area; with mixup too, each batch draws one of the two
     mix_prob: float = 1.0  # of a batch to be mixed at all
+    repeats: int = 1  # copies of an image in a batch, each with its own augmentation
+    sizes: list[Any] | None = None  # in pixels, [h, w] or one number for a square: each batch draws one of them
     accumulate: int = 1  # parts that a batch is cut into: less memory, the same step
     coords: CoordsConfig = field(default_factory=CoordsConfig)
     fade: float = 0.5  # fraction of all steps in which encodings that are fading (see preserve) go away
@@ -105,6 +107,14 @@ def register() -> None:
     nodes = {"run": RunConfig, "digits": data.DigitsConfig, "cifar": data.CifarConfig, "folder": data.FolderConfig}
     for name, node in nodes.items():
         store.store(group="schema", name=name, node=node)
+
+
+def pair(size: Any) -> tuple[int, int]:
+    """(h, w) of an entry of train.sizes."""
+    sides = [size, size] if isinstance(size, int) else size
+    if not (isinstance(sides, list) and len(sides) == 2 and all(type(s) is int and s >= 1 for s in sides)):
+        raise ValueError(f"train.sizes holds {size!r}; expected [h, w] or one number, in pixels")
+    return sides[0], sides[1]
 
 
 def typed(cfg: DictConfig) -> RunConfig:
@@ -163,6 +173,7 @@ def check(run: RunConfig) -> None:
         ("train.mixup", t.mixup, t.mixup >= 0, "0 or more"),
         ("train.cutmix", t.cutmix, t.cutmix >= 0, "0 or more"),
         ("train.mix_prob", t.mix_prob, 0 <= t.mix_prob <= 1, "in [0, 1]"),
+        ("train.repeats", t.repeats, t.repeats >= 1, "1 or more"),
         ("train.accumulate", t.accumulate, t.accumulate >= 1, "1 or more"),
         ("train.label_smoothing", t.label_smoothing, 0 <= t.label_smoothing < 1, "in [0, 1)"),
         ("train.coords.shift", t.coords.shift, t.coords.shift >= 0, "0 or more"),
@@ -188,6 +199,8 @@ def check(run: RunConfig) -> None:
         raise ValueError("preserve=true keeps what trained weights compute; it needs init=RUN_FOLDER, whose they are")
     if t.sharding == "fsdp" and t.precision == "fp16":
         raise ValueError("train.sharding=fsdp is not made for train.precision=fp16; take bf16")
+    if t.sizes is not None and not [pair(size) for size in t.sizes]:
+        raise ValueError("train.sizes=[] must be null or hold a size")
     taken = {"in_chans", "num_classes", "img_size", "pos"} & set(run.model.kwargs)
     if taken:
         raise ValueError(f"model.kwargs.{min(taken)} is not set here: it follows from the data and from pos")

@@ -10,10 +10,11 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import timm
 import torch
 from accelerate import Accelerator
@@ -139,6 +140,22 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, cfg: TrainConfig, step: 
     """The rate of a step, times the scale of each group."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate(cfg, step, steps) * group["lr_scale"]
+
+
+def check_sizes(model: Any, run: RunConfig) -> None:
+    """ValueError for a training size that the model's patches do not fill."""
+    step = model.patch_embed.feat_ratio(as_scalar=False)
+    for size in map(config.pair, run.train.sizes or ()):
+        if any(side % s for side, s in zip(size, step)) and not model.patch_embed.dynamic_img_pad:
+            near = tuple(max(1, round(side / s)) * s for side, s in zip(size, step))
+            raise ValueError(f"train.sizes holds {size}, which patches of {step} do not fill; the nearest is {near}")
+
+
+def sizes(run: RunConfig, steps: Sequence[int]) -> list[tuple[int, int] | None]:
+    """The (h, w) in pixels of each of these steps' images, the same in all processes; None is the data's own."""
+    choices = [None] if run.train.sizes is None else [config.pair(size) for size in run.train.sizes]
+    drawn = seeds.integers(seeds.stream(run.seed, "size"), np.array(steps, np.uint64), (len(choices),))[:, 0]
+    return [choices[i] for i in drawn]
 
 
 def coordinates(model: Any, x: Tensor, run: RunConfig, step: int) -> dict[str, Tensor]:

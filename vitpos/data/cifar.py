@@ -15,7 +15,8 @@ from torch import Tensor
 from torchvision import datasets as tv_datasets
 
 from vitpos import seeds
-from vitpos.data.dataset import Dataset, Info
+from vitpos.augment import RandAugment, erase
+from vitpos.data.dataset import Dataset, Info, Size, check_probability, resized
 from vitpos.data.files import class_folders, decode, existing, scan
 from vitpos.data.splits import carve
 
@@ -33,8 +34,10 @@ class CifarConfig:
     root: str | None = None
     download: bool = False
     val_fraction: float = 0.1
-    crop_padding: int = 4
+    crop_padding: int = 4  # shifts by up to so many pixels along each axis; 0: none
     flip: bool = True
+    augment: str | None = None  # rand-mM-nN, such as rand-m9-n2: see vitpos.augment.RandAugment
+    erase: float = 0.0  # of an image to have a box erased
 
 
 class Cifar(Dataset):
@@ -44,6 +47,7 @@ class Cifar(Dataset):
         root = existing(cfg.root, cfg.name, may_be_new=cfg.download)
         if cfg.crop_padding < 0:
             raise ValueError(f"data.crop_padding={cfg.crop_padding} must be 0 or more pixels")
+        check_probability("erase", cfg.erase)
         source, labels, classes, ids = _read_cifar(cfg, root, "test" if split == "test" else "train")
         wanted = int(cfg.name.removeprefix("cifar"))
         if len(classes) != wanted:
@@ -54,7 +58,8 @@ class Cifar(Dataset):
         images = np.stack([_pixels(image, cfg.name) for image in source])  # uint8 [N, 32, 32, 3]
         super().__init__(Info(cfg.name, classes, 3, (32, 32), *CIFAR_STATS[cfg.name]), labels, ids)
         self.images = torch.from_numpy(images).permute(0, 3, 1, 2).contiguous()  # [N, 3, 32, 32]
-        self.padding, self.flip = cfg.crop_padding, cfg.flip
+        self.padding, self.flip, self.erase = cfg.crop_padding, cfg.flip, cfg.erase
+        self.randaugment = None if cfg.augment is None else RandAugment(cfg.augment, self.info.mean)
 
     def to(self, device: torch.device | str) -> Dataset:
         self.images = self.images.to(device)
@@ -63,18 +68,32 @@ class Cifar(Dataset):
     def batch(self, indices: Sequence[int] | Tensor) -> Tensor:
         return self.images[torch.as_tensor(indices).to(self.device)].float() / 255
 
-    def augmented(self, indices: Sequence[int] | Tensor, seed: int, epoch: int) -> Tensor:
+    def augmented(self, indices: Sequence[int] | Tensor, seed: int, epoch: int, size: Size | None = None) -> Tensor:
         indices = torch.as_tensor(indices)
         stream = seeds.stream(seed, "augment", epoch)
         shifts = 2 * self.padding + 1
         dy, dx, flip = self._draw(indices, stream, (shifts, shifts, 2)).unbind(1)  # [b] each
-        x = F.pad(self.images[indices.to(self.device)], [self.padding] * 4)  # [b, 3, 32 + 2p, 32 + 2p]
+        x = F.pad(self.images[(indices % len(self)).to(self.device)], [self.padding] * 4)  # [b, 3, 32 + 2p, 32 + 2p]
         span = torch.arange(32, device=self.device)
         columns = torch.where((flip[:, None] == 1) & self.flip, 31 - span, span) + dx[:, None]  # [b, 32]
         rows = span + dy[:, None]
         which = torch.arange(len(indices), device=self.device)[:, None, None]
         x = x.permute(0, 2, 3, 1)[which, rows[:, :, None], columns[:, None, :]]  # [b, 32, 32, 3]
-        return x.permute(0, 3, 1, 2).contiguous().float() / 255
+        x = self._distorted(x.permute(0, 3, 1, 2).contiguous(), indices, stream)
+        return resized(x.float() / 255, size)
+
+    def _distorted(self, x: Tensor, indices: Tensor, stream: int) -> Tensor:
+        """uint8 [b, 3, 32, 32], likewise, after RandAugment and erasing."""
+        keys = self._keys(indices)
+        if self.randaugment is not None:
+            draws = seeds.uniform(seeds.stream(stream, "randaugment"), keys, 2 * self.randaugment.num_ops)
+            x = self.randaugment.batch(x, draws)
+        if self.erase > 0:
+            start = seeds.stream(stream, "erase")
+            chosen = np.flatnonzero(seeds.uniform(start, keys, 1)[:, 0] < self.erase)
+            starts = [seeds.stream(start, "sample", int(keys[i])) for i in chosen]
+            x[chosen] = erase(x[chosen], starts, self.info.mean, self.info.std)
+        return x
 
 
 def _read_cifar(cfg: CifarConfig, root: Path, part: str) -> tuple[Sequence[Any], np.ndarray, list[str], list[str]]:

@@ -9,11 +9,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from vitpos import seeds
 
 SPLITS = ("train", "val", "test")
+Size = tuple[int, int]  # (h, w) in pixels
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,10 @@ def normalize(x: Tensor, info: Info) -> Tensor:
 
 
 class Dataset(ABC):
-    """One split. ``labels``: int64 [N]; ``ids``: N stable sample ids; see the methods for images."""
+    """One split of N samples. ``labels``: int64 [N]; ``ids``: N stable sample ids; see the methods for images.
+
+    Where images are augmented, index i + k N stands for the k-th further copy of sample i, with draws of its own.
+    """
 
     def __init__(self, info: Info, labels: np.ndarray, ids: list[str]):
         self.info = info
@@ -57,20 +62,45 @@ class Dataset(ABC):
         """float32 [b, C, H, W] in 0..1 at info.img_size: no augmentation, not normalised."""
 
     @abstractmethod
-    def augmented(self, indices: Sequence[int] | Tensor, seed: int, epoch: int) -> Tensor:
-        """Like `batch`, with this epoch's training augmentation."""
+    def augmented(self, indices: Sequence[int] | Tensor, seed: int, epoch: int, size: Size | None = None) -> Tensor:
+        """Like `batch`, with this epoch's training augmentation, and at another (h, w) in pixels where one is given."""
 
     def iterate(
-        self, batches: Sequence[Tensor], *, seed: int = 0, epoch: int | None = None
+        self,
+        batches: Sequence[Tensor],
+        *,
+        seed: int = 0,
+        epoch: int | None = None,
+        sizes: Sequence[Size | None] | None = None,
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """(images, labels) for each batch of indices in turn; augmented when an epoch is given."""
-        for indices in batches:
-            x = self.batch(indices) if epoch is None else self.augmented(indices, seed, epoch)
-            yield x, self.labels[indices].to(self.device)
+        """(images, labels) for each batch of indices in turn; augmented, at the sizes given, when an epoch is."""
+        for indices, size in zip(batches, sizes or [None] * len(batches)):
+            x = self.batch(indices) if epoch is None else self.augmented(indices, seed, epoch, size)
+            yield x, self._labels(indices)
+
+    def _labels(self, indices: Tensor) -> Tensor:
+        return self.labels[indices % len(self)].to(self.device)
+
+    def _keys(self, indices: Tensor) -> np.ndarray:
+        """uint64 [b]: what the draws of these samples, or copies of them, are keyed by."""
+        copies, samples = np.divmod(indices.numpy(), len(self))
+        return self.keys[samples] + copies.astype(np.uint64)
 
     def _draw(self, indices: Tensor, stream: int, highs: tuple[int, ...]) -> Tensor:
         """int64 [b, len(highs)] on the device: column j uniform in 0..highs[j]-1, keyed by sample."""
-        return torch.from_numpy(seeds.integers(stream, self.keys[indices.numpy()], highs)).to(self.device)
+        return torch.from_numpy(seeds.integers(stream, self._keys(indices), highs)).to(self.device)
+
+
+def check_probability(option: str, value: float) -> None:
+    if not 0 <= value <= 1:
+        raise ValueError(f"data.{option}={value} must lie in [0, 1]")
+
+
+def resized(x: Tensor, size: Size | None) -> Tensor:
+    """Images [b, C, H, W] at ``size`` (h, w), whatever their aspect ratio was."""
+    if size is None or x.shape[-2:] == size:
+        return x
+    return F.interpolate(x, size, mode="bilinear", antialias=True, align_corners=False)
 
 
 def fingerprint(*parts: Dataset) -> str:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitpos import seeds
-from vitpos.data.dataset import Dataset, Info
+from vitpos.data.dataset import Dataset, Info, Size, resized
 from vitpos.data.splits import carve, stratified
 from vitpos.spec import nearest
 
@@ -99,8 +99,9 @@ class Digits(Dataset):
         indices = torch.as_tensor(indices)
         return self.place(indices, torch.from_numpy(self.home[indices.numpy()]))
 
-    def augmented(self, indices: Sequence[int] | Tensor, seed: int, epoch: int) -> Tensor:
+    def augmented(self, indices: Sequence[int] | Tensor, seed: int, epoch: int, size: Size | None = None) -> Tensor:
         indices = torch.as_tensor(indices)
         positions = self.patch if self.placement == "home" else self.canvas[0] - self.object_size + 1
         stream = seeds.stream(seed, "placement", epoch)
-        return self.place(indices, self._draw(indices, stream, (positions, positions)))
+        offsets = self._draw(indices, stream, (positions, positions))
+        return resized(self.place(indices % len(self), offsets), size)
