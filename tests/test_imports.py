@@ -38,7 +38,7 @@ ORDER = [
 ]
 WITHIN = {  # likewise, inside a package
     "backbone": ["parts", "native", "models", "resizing", "preserving", "loading", "attaching", "table"],
-    "data": ["dataset", "batches", "splits", "files", "workers", "decoded", "digits", "cifar", "folder"],
+    "data": ["dataset", "batches", "splits", "files", "workers", "decoded", "digits", "cifar", "folder", "webdataset"],
 }
 APART = {"stats": set(), "report": {"stats"}}  # numbers only: no model code
 

@@ -104,7 +104,8 @@ class RunConfig:
 def register() -> None:
     """Make the schema known to Hydra, as group ``schema``."""
     store = ConfigStore.instance()
-    nodes = {"run": RunConfig, "digits": data.DigitsConfig, "cifar": data.CifarConfig, "folder": data.FolderConfig}
+    nodes = {"run": RunConfig, "digits": data.DigitsConfig, "cifar": data.CifarConfig, "folder": data.FolderConfig,
+             "webdataset": data.WebdatasetConfig}  # fmt: skip
     for name, node in nodes.items():
         store.store(group="schema", name=name, node=node)
 

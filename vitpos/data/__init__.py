@@ -1,4 +1,4 @@
-"""Datasets to batches: digits on a canvas, CIFAR-10/100, and any folder of class folders.
+"""Datasets to batches: digits on a canvas, CIFAR-10/100, any folder of class folders, and tar shards.
 
 Train, validation and test are apart. Validation is carved from train, stratified, by the run's seed; the test
 set depends on nothing. Every random draw (placement, crop, flip) is keyed by (seed, epoch, sample id), so a
@@ -19,17 +19,36 @@ from vitpos.data.dataset import SPLITS, Dataset, Info, fingerprint, normalize
 from vitpos.data.digits import Digits, DigitsConfig
 from vitpos.data.folder import Folder, FolderConfig
 from vitpos.data.splits import stratified
+from vitpos.data.webdataset import Webdataset, WebdatasetConfig
 from vitpos.spec import nearest
 
 __all__ = [
-    "CONFIGS", "SPLITS", "Cifar", "CifarConfig", "DataConfig", "Dataset", "Digits", "DigitsConfig", "Folder",
-    "FolderConfig", "Info", "epoch_batches", "eval_batches", "fingerprint", "load", "normalize", "resolve",
+    "CONFIGS",
+    "SPLITS",
+    "Cifar",
+    "CifarConfig",
+    "DataConfig",
+    "Dataset",
+    "Digits",
+    "DigitsConfig",
+    "Folder",
+    "FolderConfig",
+    "Info",
+    "Webdataset",
+    "WebdatasetConfig",
+    "epoch_batches",
+    "eval_batches",
+    "fingerprint",
+    "load",
+    "normalize",
+    "resolve",
     "stratified",
 ]  # fmt: skip
 
-DataConfig = DigitsConfig | CifarConfig | FolderConfig
+DataConfig = DigitsConfig | CifarConfig | FolderConfig | WebdatasetConfig
 CONFIGS: dict[str, type] = {
     "digits": DigitsConfig, "cifar10": CifarConfig, "cifar100": CifarConfig, "folder": FolderConfig,
+    "webdataset": WebdatasetConfig,
 }  # fmt: skip
 
 
@@ -41,8 +60,8 @@ def load(cfg: DataConfig | Mapping[str, Any], split: str = "train", seed: int = 
     if split not in SPLITS:
         raise ValueError(f"split={split!r} is not a split; {nearest(str(split), SPLITS)}")
     cfg = resolve(cfg)
-    kind = {DigitsConfig: Digits, CifarConfig: Cifar, FolderConfig: Folder}[type(cfg)]
-    return kind(cfg, split, seed)
+    kinds: Any = {DigitsConfig: Digits, CifarConfig: Cifar, FolderConfig: Folder, WebdatasetConfig: Webdataset}
+    return kinds[type(cfg)](cfg, split, seed)
 
 
 def resolve(cfg: DataConfig | Mapping[str, Any]) -> Any:

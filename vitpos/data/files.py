@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 import numpy as np
 from PIL import Image, ImageOps
@@ -58,10 +58,10 @@ def scan(base: Path, classes: list[str], parts: Sequence[str] = ()) -> tuple[lis
     return paths, np.array(labels, np.int64)
 
 
-def decode(path: Path) -> Image.Image:
+def decode(source: Path | IO[bytes], name: str | None = None) -> Image.Image:
     """RGB, upright as its EXIF orientation says; transparent pixels are laid on white, 16-bit grey becomes 8-bit."""
     try:
-        with Image.open(path) as image:
+        with Image.open(source) as image:
             mode = image.mode
             if mode in ("I", "F"):
                 raise ValueError(f"its pixels are of mode {mode}, whose range is unknown; convert it to 8 or 16 bits")
@@ -74,4 +74,4 @@ def decode(path: Path) -> Image.Image:
             return upright.convert("RGB")
     except Exception as error:  # Pillow raises many kinds: OSError, SyntaxError, struct.error, ...
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise ValueError(f"cannot decode image {path}: {reason}; replace or remove it") from None
+        raise ValueError(f"cannot decode image {name or source}: {reason}; replace or remove it") from None
