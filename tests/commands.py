@@ -16,7 +16,7 @@ from vitpos import data, runs, states
 TRAIN = Path(__file__).parents[1] / "train.py"
 TINY = [
     "model.kwargs.embed_dim=16", "model.kwargs.depth=1", "model.kwargs.num_heads=2", "train.batch_size=300",
-    "train.epochs=2", "train.threads=1", "train.cpu=true",
+    "train.epochs=2", "train.threads=1", "train.cpu=true", "train.pictures=0",
 ]  # fmt: skip
 
 
@@ -111,5 +111,5 @@ def make_folder(root: Path) -> Path:
 FOLDER = [
     "data=folder", "data.root=images", "data.img_size=16", "data.val_fraction=0.25", "model.kwargs.patch_size=8",
     "train.batch_size=4", "model.kwargs.embed_dim=16", "model.kwargs.depth=1", "model.kwargs.num_heads=2",
-    "train.epochs=1", "train.cpu=true", "train.threads=1",
+    "train.epochs=1", "train.cpu=true", "train.threads=1", "train.pictures=0",
 ]  # fmt: skip

@@ -46,6 +46,7 @@ def test_pos_becomes_canonical():
         "train.label_smoothing=1", "train.optimizer=adamwx", "train.layer_decay=0", "train.loss=mse",
         "train.bce_threshold=1", "train.mixup=-1", "train.cutmix=-1", "train.mix_prob=2", "train.accumulate=0",
         "train.repeats=0", "train.clip_grad=-1", "train.ema=1", "train.precision=half", "train.threads=0",
+        "train.pictures=-1",
     ],
 )  # fmt: skip
 def test_values_out_of_range_are_named(override):

@@ -30,6 +30,7 @@ ORDER = [
     "data",
     "config",
     "states",
+    "board",
     "runs",
     "training",
     "probes",

@@ -1,5 +1,6 @@
 """train.py as it is called: one run, sweeps, resume, torchrun, and bad input."""
 
+import json
 import os
 import signal
 import subprocess
@@ -35,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("somewhere")
 
 
 def test_run_folder(monkeypatch, tmp_path, capsys):
-    assert train(monkeypatch, "pos=rope_axial(theta=50)", "out=run", "train.ema=0.9") == 0
+    assert train(monkeypatch, "pos=rope_axial(theta=50)", "out=run", "train.ema=0.9", "train.pictures=1") == 0
     run = tmp_path / "run"
     expected = {"config.yaml", "environment.json", "last.safetensors", "metrics.csv"}
     assert expected == {f for f in files(run) if not f.startswith(("tb/", "state-"))}
@@ -449,3 +450,13 @@ def test_folder_trains(monkeypatch, tmp_path):
     make_folder(tmp_path / "images")
     assert train(monkeypatch, *FOLDER, "data.workers=1", "out=run", tiny=False) == 0
     assert vitpos.read_card(tmp_path / "run" / "last.safetensors")["classes"] == ["ant", "bee"]
+
+
+def test_a_refused_step_names_the_samples_behind_its_copies(monkeypatch, tmp_path, capsys):
+    words = ["train.lr=1e30", "train.clip_grad=0", "train.warmup=0", "train.repeats=3"]
+    assert train(monkeypatch, "out=run", *words, "train.nonfinite=stop") == 2
+    capsys.readouterr()
+    report = json.loads((tmp_path / "run" / "nonfinite.json").read_text())
+    assert len(report["samples"]) == 300
+    assert len(set(report["samples"])) == 100
+    assert set(report["samples"]) <= set(data.load({"name": "digits"}).ids)

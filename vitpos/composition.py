@@ -127,7 +127,7 @@ class Position(nn.Module):
             for encoding in _encodings(self.shared):
                 if "tokens" not in encoding.sites():
                     continue
-                vectors = _gated(encoding, encoding.tokens(pos, *_held(encoding, held)))
+                vectors = _gated(encoding, encoding.tokens(pos, *held_by(encoding, held)))
                 if encoding.name in self.fading:
                     vectors = vectors * easing.left(self.faded, vectors)
                 total = vectors if total is None else total + vectors
@@ -176,16 +176,17 @@ def _gated(encoding: Encoding, given: Any) -> Any:
     return given if encoding.gate is None else easing.gated(given, encoding.gate)
 
 
-def _held(encoding: Encoding, held: Held) -> list[Any]:
+def held_by(encoding: Encoding, held: Held) -> list[Any]:
+    """What timm's model holds of an encoding, as further arguments of its sites."""
     return [held[encoding.model_parameter]] if encoding.model_parameter else []
 
 
 def _signal(signal: Signal, encodings: nn.Module, pos: Positions, held: Held) -> Signal:
     for encoding in _encodings(encodings):
         if "angles" in encoding.sites():
-            signal = replace(signal, angles=_gated(encoding, encoding.angles(pos, *_held(encoding, held))))
+            signal = replace(signal, angles=_gated(encoding, encoding.angles(pos, *held_by(encoding, held))))
         if "bias" in encoding.sites():
-            bias = _gated(encoding, encoding.bias(pos, *_held(encoding, held)))
+            bias = _gated(encoding, encoding.bias(pos, *held_by(encoding, held)))
             signal = replace(signal, biases=(*signal.biases, bias))
         if "scale" in encoding.sites():
             signal = replace(signal, scale=signal.scale * encoding.scale(pos))

@@ -32,7 +32,7 @@ AUTO = "auto"  # of resume: go on with the run in out=, or start it
 # how and where, not what: a run may go on elsewhere, its data moved
 MOVABLE = (
     "out", "resume", "train.cpu", "train.threads", "train.sharding", "train.save_every", "train.nonfinite",
-    "train.nonfinite_limit", "data.workers", "data.root", "data.download",
+    "train.nonfinite_limit", "train.pictures", "data.workers", "data.root", "data.download",
 )  # fmt: skip
 
 
@@ -86,6 +86,7 @@ class TrainConfig:
     save_every: int | None = None  # steps; null saves the state after each epoch only
     nonfinite: str = "stop"  # at a loss or gradient that is no finite number: stop, or skip the step
     nonfinite_limit: int = 10  # stop after so many skipped in a row
+    pictures: int = 4  # how often TensorBoard shows the encoding over a run; 0: neither that nor images
 
 
 @dataclass
@@ -185,6 +186,7 @@ def check(run: RunConfig) -> None:
         ("train.clip_grad", t.clip_grad, t.clip_grad >= 0, "0 or more"),
         ("train.ema", t.ema, t.ema is None or 0 < t.ema < 1, "null or in (0, 1)"),
         ("train.precision", t.precision, t.precision in PRECISIONS, f"one of {', '.join(PRECISIONS)}"),
+        ("train.pictures", t.pictures, t.pictures >= 0, "0 or more"),
         ("train.threads", t.threads, t.threads is None or t.threads >= 1, "null or 1 or more"),
         ("train.sharding", t.sharding, t.sharding in ("none", "fsdp"), "none or fsdp"),
         ("train.save_every", t.save_every, t.save_every is None or t.save_every >= 1, "null or 1 or more steps"),

@@ -5,6 +5,7 @@ Drawing needs matplotlib, which is imported when a figure is asked for.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from vitpos.composition import Position, why_not
+from vitpos.composition import Held, Position, held_by, why_not
 from vitpos.encoding import LAWS, Contextual, Encoding, Geometry, Rotations, law_state
 from vitpos.positions import Extent, Positions, grid
 from vitpos.spec import REGISTRY, Spec, list_encodings, options, parse
@@ -147,24 +148,31 @@ def page(name: str) -> str:
 def panels(spec: Spec, extent: Extent) -> list[Panel]:
     """Maps over the grid of what an encoding does, at initialization, seen from the patch at the centre."""
     torch.manual_seed(0)
-    geometry = Geometry(dim=192, heads=12, head_dim=16, depth=2, grid=extent)
+    return maps(Position(spec, Geometry(dim=192, heads=12, head_dim=16, depth=2, grid=extent)), extent)
+
+
+def maps(position: Position, extent: Extent, held: Held | None = None) -> list[Panel]:
+    """The same of encodings as they are, in the last layer where each has its own; ``held`` as in `Position`."""
     pos = grid(*extent)
     centre = extent[0] // 2 * extent[1] + extent[1] // 2
     found: list[Panel] = []
-    for encoding in list(Position(spec, geometry).encodings())[-len(spec.terms) :]:
-        for site in encoding.sites():
-            found += _PANELS[site](encoding, pos, centre)
-    return [(title, values.detach().reshape(extent)) for title, values in found]
+    last = {type(encoding): encoding for encoding in position.encodings()}
+    with torch.no_grad():
+        for encoding in last.values():
+            given = [] if held is None else held_by(encoding, held)
+            for site in encoding.sites():
+                found += _PANELS[site](encoding, pos, centre, *given)
+    return [(title, values.detach().float().reshape(extent)) for title, values in found]
 
 
-def _of_tokens(encoding: Any, pos: Positions, centre: int) -> list[Panel]:
-    vectors = encoding.tokens(pos)[0]  # [N, D]
+def _of_tokens(encoding: Any, pos: Positions, centre: int, *held: Any) -> list[Panel]:
+    vectors = encoding.tokens(pos, *held)[0]  # [N, D]
     channels = [k * vectors.shape[1] // 4 for k in range(4)]
     alike = torch.nn.functional.cosine_similarity(vectors, vectors[centre], dim=-1)
     return [(f"channel {c}", vectors[:, c]) for c in channels] + [("cosine with the centre", alike)]
 
 
-def _of_mix(encoding: Any, pos: Positions, centre: int) -> list[Panel]:
+def _of_mix(encoding: Any, pos: Positions, centre: int, *held: Any) -> list[Panel]:
     impulse = torch.zeros(1, pos.coords.shape[1], encoding.geometry.dim)
     impulse[:, centre] = 1
     zero, ones = torch.zeros_like(impulse), torch.ones_like(impulse)
@@ -175,8 +183,8 @@ def _of_mix(encoding: Any, pos: Positions, centre: int) -> list[Panel]:
     ]
 
 
-def _of_angles(encoding: Any, pos: Positions, centre: int) -> list[Panel]:
-    angles = encoding.angles(Positions(pos.coords, pos.extent))
+def _of_angles(encoding: Any, pos: Positions, centre: int, *held: Any) -> list[Panel]:
+    angles = encoding.angles(Positions(pos.coords, pos.extent), *held)
     if isinstance(angles, Rotations):
         relative = angles.matrix[0, 0, centre].mT @ angles.matrix[0, 0]  # [N, d/b, b, b]
         alike = relative.diagonal(dim1=-2, dim2=-1).mean(dim=(-2, -1))
@@ -188,8 +196,8 @@ def _of_angles(encoding: Any, pos: Positions, centre: int) -> list[Panel]:
     return [(f"cos, pair {c}", phase[:, c].cos()) for c in chosen] + [("q = k: logit against the centre", alike)]
 
 
-def _of_bias(encoding: Any, pos: Positions, centre: int) -> list[Panel]:
-    bias = encoding.bias(Positions(pos.coords, pos.extent))
+def _of_bias(encoding: Any, pos: Positions, centre: int, *held: Any) -> list[Panel]:
+    bias = encoding.bias(Positions(pos.coords, pos.extent), *held)
     if isinstance(bias, Contextual):
         return [("bucket, query at the centre", bias.buckets[0, centre].float())]
     values = bias.values[0, :, centre]  # [h, N]
@@ -197,7 +205,7 @@ def _of_bias(encoding: Any, pos: Positions, centre: int) -> list[Panel]:
     return [(f"bias, head {h}", values[h]) for h in heads]
 
 
-def _of_scale(encoding: Any, pos: Positions, centre: int) -> list[Panel]:
+def _of_scale(encoding: Any, pos: Positions, centre: int, *held: Any) -> list[Panel]:
     return []  # a number, not a map
 
 
@@ -206,15 +214,30 @@ _PANELS = {"tokens": _of_tokens, "mix": _of_mix, "angles": _of_angles, "bias": _
 
 def draw(text: str, extent: Extent) -> Figure:
     """A figure of ``panels`` side by side, each with its own colour scale; keys that a bias hides are grey."""
-    from matplotlib.figure import Figure
-
     spec = parse(text)
     shown = panels(spec, extent)
     if not shown:
         raise ValueError(f"{spec} has no map over the grid to draw")
+    return _figure(shown, f"{spec} on {extent[0]} x {extent[1]} patches")
+
+
+def draw_model(model: Any) -> Figure | None:
+    """The same of a model's encodings with their present weights, on its training grid; None without a map."""
+    position, extent = model.position, model.position.geometry.grid
+    held: dict[str, Any] = {**model.own(), **model.own_of(model.blocks[-1])}
+    if model.pos_embed is not None:
+        held["pos_embed"] = model.pos_embed[:, model.prefix_rows :]
+    position, held = copy.deepcopy((position, {k: v.detach() if isinstance(v, Tensor) else v for k, v in held.items()}))
+    shown = maps(position.cpu().float().eval(), extent, {name: value.cpu().float() for name, value in held.items()})
+    return _figure(shown, f"{position.spec} on {extent[0]} x {extent[1]} patches") if shown else None
+
+
+def _figure(shown: list[Panel], title: str) -> Figure:
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(2.5 * len(shown), 2.4), layout="constrained", dpi=80)
-    figure.suptitle(f"{spec} on {extent[0]} x {extent[1]} patches", fontsize=10)
-    for axes, (title, values) in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown):
+    figure.suptitle(title, fontsize=10)
+    for axes, (name, values) in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown):
         axes.set_facecolor("0.7")
         low, high = values[values.isfinite()].aminmax()
         image = axes.imshow(
@@ -223,8 +246,8 @@ def draw(text: str, extent: Extent) -> Figure:
             vmax=float(high),
             cmap="viridis",
         )
-        axes.plot(extent[1] // 2, extent[0] // 2, "w+", markersize=7)
-        axes.set_title(title, fontsize=8)
+        axes.plot(values.shape[1] // 2, values.shape[0] // 2, "w+", markersize=7)
+        axes.set_title(name, fontsize=8)
         axes.set_xticks([])
         axes.set_yticks([])
         figure.colorbar(image, ax=axes, shrink=0.8).ax.tick_params(labelsize=7)

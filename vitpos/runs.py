@@ -136,7 +136,7 @@ class RunFolder:
         self.earlier = 0.0  # seconds before this start
         self.request = preemption.Request()
         self.signal = 0  # that all processes have agreed to obey after this step
-        self.writer: Any = None
+        self.board: Any = None
 
     def __enter__(self) -> RunFolder:
         self.path = self._agree(self._open)
@@ -145,9 +145,9 @@ class RunFolder:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.request.__exit__()
-        if self.writer is not None:
+        if self.board is not None:
             with contextlib.suppress(OSError):  # nothing is lost: it was flushed after each epoch
-                self.writer.close()
+                self.board.close()
         if error is not None:
             self._remove_unless_begun()
 
@@ -269,8 +269,9 @@ class RunFolder:
 
     def _report(self, state: State, loss: float, norm: Tensor | None, ends: bool) -> None:
         """Say which step was not taken, and on which samples; end the run there, the state before it saved."""
-        batches = data.epoch_batches(len(self.train_set), self.run.train.batch_size, self.run.seed, len(self.rows))
-        batch = batches[state.step - len(self.rows) * len(batches)]
+        t, images = self.run.train, len(self.train_set)
+        batches = data.epoch_batches(images, t.batch_size, self.run.seed, len(self.rows), repeats=t.repeats)
+        batch = batches[state.step - len(self.rows) * len(batches)] % images
         report = {
             "step": state.step + 1,
             "epoch": len(self.rows) + 1,
@@ -352,7 +353,7 @@ class RunFolder:
         self._agree(lambda: self._saving(lambda: self._write_results(weights, row)))
         self.save(state)
         if self.accelerator.is_main_process:
-            self._saving(lambda: self._write_events(row))
+            self._saving(lambda: self._write_events(weights, row))
 
     def _write_results(self, weights: nn.Module, row: dict[str, Any]) -> None:
         info = self.train_set.info
@@ -369,15 +370,12 @@ class RunFolder:
         vitpos.save(weights, path, classes=info.classes, preprocessing=preprocessing, extra=extra)
         self._write("metrics.csv", pd.DataFrame(self.rows).to_csv(index=False, float_format="%.6g"))
 
-    def _write_events(self, row: dict[str, Any]) -> None:
-        if self.writer is None:
-            from torch.utils.tensorboard import SummaryWriter
+    def _write_events(self, weights: nn.Module, row: dict[str, Any]) -> None:
+        if self.board is None:
+            from vitpos.board import Board
 
-            self.writer = SummaryWriter(str(self.path / "tb"))
-        for name, value in row.items():
-            if name not in ("epoch", "step"):
-                self.writer.add_scalar(name, value, row["step"])
-        self.writer.flush()
+            self.board = Board(self.path / "tb", self.run)
+        self.board.epoch(row, weights, self.train_set)
 
     def _saving(self, action: Callable[[], Any]) -> Any:
         """Do it; an error of the disk says what is still there."""

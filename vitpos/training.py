@@ -29,7 +29,7 @@ from torch.distributed.fsdp import fully_shard
 
 import vitpos
 from vitpos import config, data, positions, seeds
-from vitpos.backbone.models import MODELS
+from vitpos.backbone.models import MODELS, is_positional
 from vitpos.config import RunConfig, TrainConfig
 from vitpos.runs import State
 
@@ -98,11 +98,6 @@ def set_fade(model: Any, cfg: TrainConfig, step: int, steps: int) -> None:
     """What is left of fading encodings falls linearly, from all of it before the first step to nothing."""
     if model.position.fading:
         vitpos.set_fade(model, max(0.0, 1 - step / (cfg.fade * steps)) if cfg.fade else 0.0)
-
-
-def is_positional(name: str) -> bool:
-    """Whether a parameter of this name belongs to the encoding."""
-    return name.startswith("position.") or name == "pos_embed"
 
 
 def create_optimizer(model: Any, cfg: TrainConfig) -> torch.optim.Optimizer:

@@ -46,6 +46,11 @@ for _module in (Position, PatchEmbed, HybridEmbed, *(new for new in PARTS.values
 torch.fx.wrap("_positions")
 
 
+def is_positional(name: str) -> bool:
+    """Whether a parameter of this name belongs to an encoding."""
+    return name == "pos_embed" or name.startswith("position.")
+
+
 class PositionMixin(Described):
     """The forward passes of a timm transformer with ``position`` as an argument of each block.
 
@@ -236,7 +241,7 @@ class PositionMixin(Described):
 
     def no_weight_decay(self: Any) -> set[str]:
         """timm's names and all positional parameters."""
-        own = {n for n, _ in self.named_parameters() if n == "pos_embed" or n.startswith("position.")}
+        own = {n for n, _ in self.named_parameters() if is_positional(n)}
         return super().no_weight_decay() | own  # type: ignore[misc]
 
     def group_matcher(self: Any, coarse: bool = False) -> dict[str, Any]:
