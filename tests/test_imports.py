@@ -41,7 +41,13 @@ WITHIN = {  # likewise, inside a package
     "backbone": ["parts", "native", "models", "resizing", "preserving", "loading", "attaching", "table"],
     "data": ["dataset", "batches", "splits", "files", "workers", "decoded", "digits", "cifar", "folder", "webdataset"],
 }
-APART = {"stats": set(), "report": {"stats"}}  # numbers only: no model code
+APART = {  # numbers only: no model code
+    "stats": set(),
+    "hierarchy": {"stats"},
+    "significance": {"stats", "hierarchy"},
+    "coverage": {"stats", "hierarchy", "significance"},
+    "report": {"stats"},
+}
 
 
 def imported(path):

@@ -1,0 +1,214 @@
+"""How often the intervals hold the truth, by simulation: `python -m vitpos.coverage` prints the table of
+docs/statistics.md.
+
+The generating model: the logit of a right answer is a level, plus a normal effect of the seed, of the image, and of both
+together. It is no assumption of any interval. The seeds' effect is such that a seed's accuracy has a standard deviation
+of 0.24 in its logit (about 4 points at 80%). Two encodings share most of what makes an image hard, and a part of what
+makes a seed lucky.
+
+Shapes: D draws, K encodings, R seeds, N images.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import brentq
+from scipy.special import expit, logit
+
+from vitpos import hierarchy, significance, stats
+
+SEED, IMAGE, BOTH = 0.24, 2.5, 1.0  # standard deviations in logits; that of the seed is of its accuracy
+SHARED_SEED, SHARED_IMAGE = 0.3, 0.8  # share of variance that encodings have in common
+POSITIONS = 9
+CHUNK = 2_000_000  # answers that are drawn at once
+NODES, WEIGHTS = np.polynomial.hermite_e.hermegauss(61)
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is simulated: R seeds, N images, and the expected accuracy of (the first) encoding."""
+
+    seeds: int
+    images: int
+    accuracy: float
+    seed_sd: float = SEED
+
+
+def expected(function: Callable[[Array], Array], level: float, spread: float) -> float:
+    """Mean of a function of a right answer's probability, the logit normal around `level`."""
+    return float((WEIGHTS * function(expit(level + spread * NODES))).sum() / WEIGHTS.sum())
+
+
+def levels(accuracy: float, seed_sd: float) -> tuple[float, float]:
+    """(level, standard deviation of the seeds' effect) that give this accuracy over all, and this standard deviation
+    of a seed's accuracy in logits."""
+    inner = np.hypot(IMAGE, BOTH)
+
+    def level(spread: float) -> float:
+        return float(brentq(lambda m: expected(lambda p: p, m, spread) - accuracy, -30, 30))
+
+    at = level(inner)
+    slope = expected(lambda p: p * (1 - p), at, inner) / (accuracy * (1 - accuracy))
+    seed = seed_sd / slope
+    return level(np.hypot(inner, seed)), seed
+
+
+def chances(rng: np.random.Generator, draws: int, setting: Setting, accuracies: Sequence[float]) -> Array:
+    """Probability of a right answer [D, K, R, N], for encodings of these expected accuracies."""
+    count, shape = len(accuracies), (draws, 1, setting.seeds, setting.images)
+
+    def normal(encodings: int, seeds: int, images: int) -> Array:
+        return rng.standard_normal((draws, encodings, seeds, images), dtype=np.float32)
+
+    own = count > 1
+    seed = np.sqrt(SHARED_SEED if own else 1) * normal(1, shape[2], 1)
+    image = np.sqrt(SHARED_IMAGE if own else 1) * normal(1, 1, shape[3])
+    if own:
+        seed = seed + np.sqrt(1 - SHARED_SEED) * normal(count, shape[2], 1)
+        image = image + np.sqrt(1 - SHARED_IMAGE) * normal(count, 1, shape[3])
+    at = np.array([levels(accuracy, setting.seed_sd) for accuracy in accuracies], dtype=np.float32)
+    level, spread = at[:, 0, None, None], at[:, 1, None, None]
+    return expit(level + spread * seed + np.float32(IMAGE) * image + np.float32(BOTH) * normal(count, *shape[2:]))
+
+
+def answers(rng: np.random.Generator, draws: int, setting: Setting, accuracies: Sequence[float]) -> Array:
+    chance = chances(rng, draws, setting, accuracies)
+    return (rng.random(chance.shape, dtype=np.float32) < chance).astype(np.float64)
+
+
+def chunks(draws: int, size: int) -> Iterator[int]:
+    each = max(1, CHUNK // size)
+    yield from (min(each, draws - start) for start in range(0, draws, each))
+
+
+def held(low: Array, high: Array, truth: float) -> Array:
+    return (low <= truth) & (truth <= high)
+
+
+def mean_of_one(rng: np.random.Generator, draws: int, setting: Setting) -> Array:
+    """An encoding's mean accuracy."""
+    _, low, high = hierarchy.mean_bounds(answers(rng, draws, setting, [setting.accuracy])[:, 0])
+    return held(low, high, setting.accuracy)
+
+
+def naive_mean(rng: np.random.Generator, draws: int, setting: Setting) -> Array:
+    """The same from one seed's interval over images, which is what not to do."""
+    table = answers(rng, draws, setting, [setting.accuracy])[:, 0, 0]
+    bounds = np.array([(e.low, e.high) for e in map(stats.accuracy, table)])
+    return held(bounds[:, 0], bounds[:, 1], setting.accuracy)
+
+
+def lower(accuracy: float) -> float:
+    """A second encoding's accuracy, a quarter of a logit below."""
+    return float(expit(logit(accuracy) - 0.25))
+
+
+def difference_of_two(rng: np.random.Generator, draws: int, setting: Setting) -> Array:
+    """Difference of two encodings, paired by seed and image."""
+    pair = setting.accuracy, lower(setting.accuracy)
+    table = answers(rng, draws, setting, pair)
+    low, high = hierarchy.difference_bounds(hierarchy.paired(table[:, 0], table[:, 1]))
+    return held(low, high, pair[0] - pair[1])
+
+
+def consistency(rng: np.random.Generator, draws: int, setting: Setting) -> Array:
+    """Mean pairwise agreement of decisions at nine positions, out of two classes."""
+    chance = chances(rng, draws, setting, [setting.accuracy])[:, 0]
+    right = rng.binomial(POSITIONS, chance.astype(np.float64))
+    wrong = POSITIONS - right
+    score = (right * (right - 1) + wrong * (wrong - 1)) / (POSITIONS * (POSITIONS - 1))
+    level, seed = levels(setting.accuracy, setting.seed_sd)
+    truth = expected(lambda p: p**2 + (1 - p) ** 2, level, float(np.linalg.norm([IMAGE, BOTH, seed])))
+    _, low, high = hierarchy.mean_bounds(score, POSITIONS)
+    return held(low, high, truth)
+
+
+def _ranks(rng: np.random.Generator, draws: int, setting: Setting, gaps: Sequence[float]) -> Array:
+    truth = [float(expit(logit(setting.accuracy) - gap)) for gap in gaps]
+    table = answers(rng, draws, setting, truth)
+    wins = significance.better(table)
+    false = np.array([[a <= b for b in truth] for a in truth])
+    return ~(wins & false).any(axis=(1, 2))
+
+
+def ranks_of_equals(rng: np.random.Generator, draws: int, setting: Setting) -> Array:
+    """Places of four equal encodings, all at once: each may have any."""
+    return _ranks(rng, draws, setting, [0, 0, 0, 0])
+
+
+def ranks_apart(rng: np.random.Generator, draws: int, setting: Setting) -> Array:
+    """Places of four encodings 0.25 or 0.5 logits apart, all at once."""
+    return _ranks(rng, draws, setting, [0, 0.25, 0.25, 0.75])
+
+
+def naive_ranks(rng: np.random.Generator, draws: int, setting: Setting) -> Array:
+    """Places of four equal encodings from 95% of 200 bootstrap samples of seeds and images, which is what not to do."""
+    table = answers(rng, draws, setting, [setting.accuracy] * 4)  # [D, K, R, N]
+    seeds = rng.multinomial(setting.seeds, np.full(setting.seeds, 1 / setting.seeds), (draws, 200))  # [D, B, R]
+    images = rng.multinomial(setting.images, np.full(setting.images, 1 / setting.images), (draws, 200))
+    means = np.einsum("dkrb,dbr->dbk", table @ images.swapaxes(1, 2)[:, None], seeds)
+    places = 1 + (means[..., None, :] > means[..., None]).sum(axis=-1)  # [D, B, K]
+    low, high = np.quantile(places, [0.025, 0.975], axis=1, method="nearest")
+    return (low == 1).all(axis=-1) & (high == 4).all(axis=-1)
+
+
+def one_model(rng: np.random.Generator, draws: int, setting: Setting) -> Array:
+    """One model's accuracy over images (Wilson)."""
+    right = rng.random((draws, setting.images)) < setting.accuracy
+    bounds = np.array([(e.low, e.high) for e in map(stats.accuracy, right)])
+    return held(bounds[:, 0], bounds[:, 1], setting.accuracy)
+
+
+def one_model_clustered(rng: np.random.Generator, draws: int, setting: Setting) -> Array:
+    """One model's mean accuracy over nine positions (Wilson, clustered by image)."""
+    level, _ = levels(setting.accuracy, 0.0)
+    inner = np.hypot(IMAGE, BOTH)
+    right = rng.binomial(POSITIONS, expit(level + inner * rng.standard_normal((draws, setting.images)))) / POSITIONS
+    bounds = np.array([(e.low, e.high) for e in (stats.mean_over_images(score, POSITIONS) for score in right)])
+    return held(bounds[:, 0], bounds[:, 1], setting.accuracy)
+
+
+Study = Callable[[np.random.Generator, int, Setting], Array]
+OVER_SEEDS: dict[str, Study] = {
+    "mean of one encoding": mean_of_one,
+    "difference of two encodings": difference_of_two,
+    "consistency of one encoding": consistency,
+    "ranks of four equal encodings (at least)": ranks_of_equals,
+    "ranks of four encodings apart (at least)": ranks_apart,
+    "not to be done: ranks of four equals by bootstrap": naive_ranks,
+}
+OVER_IMAGES: dict[str, Study] = {
+    "one model: Wilson": one_model,
+    "one model: Wilson, clustered by image": one_model_clustered,
+    "not to be done: one seed's Wilson for the encoding": naive_mean,
+}
+
+
+def coverage(study: Study, setting: Setting, draws: int = 2000, seed: int = 0) -> float:
+    """Share of draws in which the interval holds the truth."""
+    rng = np.random.default_rng([seed, setting.seeds, setting.images, round(1000 * setting.accuracy)])
+    encodings = 4 if "ranks" in study.__name__ else 2
+    size = encodings * setting.seeds * setting.images
+    return float(np.mean(np.concatenate([study(rng, count, setting) for count in chunks(draws, size)])))
+
+
+def table(draws: int = 2000) -> Iterator[str]:
+    """The lines of the table in docs/statistics.md."""
+    accuracies, images = (0.5, 0.9, 0.98), (360, 1000)
+    yield "| interval | seeds | " + " | ".join(f"{a:g}, {n} images" for n in images for a in accuracies) + " |\n"
+    yield "|" + " --- |" * (2 + len(images) * len(accuracies)) + "\n"
+    for studies, seeds in ((OVER_SEEDS, (3, 5, 10)), (OVER_IMAGES, (1,))):
+        for name, study in studies.items():
+            for count in seeds:
+                found = [coverage(study, Setting(count, n, a), draws) for n in images for a in accuracies]
+                yield f"| {name} | {count} | " + " | ".join(f"{100 * share:.1f}" for share in found) + " |\n"
+
+
+if __name__ == "__main__":
+    sys.stdout.writelines(table())
