@@ -36,8 +36,8 @@ class SeedEstimate(Estimate):
 
 @dataclass(frozen=True)
 class Crossed:
-    """A grand mean [...] with the two parts of its variance, each [...]: from the seeds (with the interaction), and from
-    the images beyond that."""
+    """A grand mean [...] with the two parts of its variance, each [...]: from the seeds (with the interaction), and
+    from the images beyond that."""
 
     mean: Array
     seed_part: Array
@@ -148,7 +148,7 @@ def difference_bounds(parts: Crossed, level: float = LEVEL) -> tuple[Array, Arra
 
 
 def difference(scores: ArrayLike, baseline: ArrayLike, level: float = LEVEL) -> SeedEstimate:
-    """Mean score of one encoding minus that of another, both [R, N]: row by row one seed, column by column one image."""
+    """Mean score of one encoding minus that of another, both [R, N]: a row is one seed, a column one image."""
     parts = paired(scores, baseline)
     low, high = difference_bounds(parts, level)
     return SeedEstimate(

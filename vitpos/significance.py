@@ -31,8 +31,8 @@ def mcnemar(correct: ArrayLike, baseline: ArrayLike) -> float:
 
 
 def smallest_p(seeds: int) -> float:
-    """The smallest two-sided p that signs of R differences can give, 2^(1 - R): 0.25 at three seeds, so that 0.05 is not
-    attainable below six."""
+    """The smallest two-sided p that signs of R differences can give, 2^(1 - R): 0.25 at three seeds, so that 0.05 is
+    not attainable below six."""
     return 2.0 ** (1 - seeds)
 
 

@@ -1,0 +1,151 @@
+"""Intervals over seeds and images: worked by hand, dual to their tests, and covering what they say."""
+
+import numpy as np
+import pytest
+
+from vitpos import coverage, hierarchy, stats
+from vitpos.coverage import Setting
+
+TABLE = np.array([[1.0, 1, 0], [1, 0, 0]])  # [2 seeds, 3 images]
+
+
+def test_crossed_variance_hand_worked():
+    # Seeds' means 2/3, 1/3 have variance 1/18, over 2 seeds 1/36. Images' means 1, 1/2, 0 have variance 1/4, over 3
+    # images 1/12. Residuals are -1/6, 1/3, -1/6 and their opposites: mean square (1/3) / 2, over 6 answers 1/36.
+    parts = hierarchy.crossed(TABLE)
+    assert parts.mean == pytest.approx(1 / 2)
+    assert parts.seed_part == pytest.approx(1 / 36)
+    assert parts.image_part == pytest.approx(1 / 12 - 1 / 36)
+    # A third of the variance is the seeds': t is 12.7062 with one degree of freedom, 4.3027 with two.
+    assert parts.quantile(0.025) == pytest.approx(12.7062 / 3 + 4.3027 * 2 / 3, abs=1e-4)
+
+
+def test_mean_hand_worked():
+    e = hierarchy.mean(TABLE)
+    q, n = 12.7062 / 3 + 4.3027 * 2 / 3, 0.25 / (1 / 12)  # three answers' worth
+    reach = q * np.sqrt(0.25 / n + q**2 / (4 * n**2)) / (1 + q**2 / n)
+    assert (e.value, e.low, e.high) == pytest.approx((0.5, 0.5 - reach, 0.5 + reach), abs=1e-4)
+    assert (e.n, e.seeds, e.level) == (3, 2, 0.95)
+    assert e.over == "seeds and images, for this encoding under this recipe"
+    assert e.as_dict()["seeds"] == 2
+
+
+def test_difference_hand_worked():
+    e = hierarchy.difference(TABLE, np.zeros((2, 3)))
+    reach = (12.7062 / 3 + 4.3027 * 2 / 3) * np.sqrt(1 / 12)
+    assert (e.value, e.low, e.high) == pytest.approx((0.5, max(-1, 0.5 - reach), min(1, 0.5 + reach)), abs=1e-4)
+    assert "paired by both" in e.over
+
+
+def test_many_tables_at_once_are_as_one_by_one():
+    tables = np.random.default_rng(0).random((4, 3, 50)).round()
+    together = np.stack(hierarchy.mean_bounds(tables))
+    for i, table in enumerate(tables):
+        e = hierarchy.mean(table)
+        np.testing.assert_allclose(together[:, i], [e.value, e.low, e.high])
+
+
+def test_what_never_varies_still_has_an_interval():
+    always = hierarchy.mean(np.ones((3, 100)))
+    one_answer_an_image = stats.accuracy(np.ones(100))
+    assert always.high == 1
+    assert always.low == pytest.approx(one_answer_an_image.low, abs=2e-3)  # by t, not the normal
+    assert hierarchy.mean(np.zeros((3, 100))).high == pytest.approx(1 - always.low)
+    alike = hierarchy.difference(np.ones((3, 100)), np.ones((3, 100)))
+    assert (alike.value, alike.high) == (0, pytest.approx(1.984 / 102, abs=1e-4))
+    assert alike.low == -alike.high
+    parts = hierarchy.paired(np.ones((3, 100)), np.ones((3, 100)))
+    assert hierarchy.different(parts) == pytest.approx(1)
+
+
+def test_answers_are_worth_no_more_than_if_all_were_independent():
+    table = np.tile([[0.0, 1], [1, 0]], 50)  # seeds and images all have mean 1/2: nothing seems to vary
+    e = hierarchy.mean(table)
+    q = 1.984
+    assert e.low == pytest.approx(0.5 - q * np.sqrt(0.25 / 200) / np.sqrt(1 + q**2 / 200), abs=2e-4)
+
+
+def test_intervals_and_tests_agree():
+    a, b = coverage.answers(np.random.default_rng(1), 1, Setting(4, 200, 0.8), [0.8, 0.7])[0]
+    parts = hierarchy.paired(a, b)
+    p = float(hierarchy.different(parts))
+    assert 1e-6 < p < 0.5
+    edges = hierarchy.difference(a, b, level=1 - p)
+    assert min(abs(edges.low), abs(edges.high)) < 1e-9  # the interval at level 1 - p ends at 0
+    assert float(hierarchy.different(hierarchy.paired(b, a))) == pytest.approx(p)
+    low, high = hierarchy.difference_bounds(parts, level=0.9)
+    for margin, within in ((1.001 * max(abs(low), abs(high)), True), (0.999 * max(abs(low), abs(high)), False)):
+        assert (hierarchy.equivalent(parts, margin) < 0.05) == within  # 90% inside the margin: two tests at 5%
+    assert hierarchy.equivalent(parts, abs(parts.mean) / 2) > 0.5
+
+
+def test_far_away_is_all_but_certain():
+    table = np.random.default_rng(2).random((5, 300)) < 0.9
+    sure = hierarchy.paired(table, np.zeros(table.shape))
+    assert 0 < hierarchy.different(sure) < 1e-6
+    assert hierarchy.equivalent(sure, 0.1) > 1 - 1e-6
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: hierarchy.mean([[1, 0, 1]]),  # one seed says nothing about seeds
+        lambda: hierarchy.mean([1, 0]),
+        lambda: hierarchy.mean([[1], [0]]),
+        lambda: hierarchy.mean([[0, 2], [1, 1]]),
+        lambda: hierarchy.mean([[0, np.nan], [1, 1]]),
+        lambda: hierarchy.difference(TABLE, TABLE[:, :2]),
+        lambda: hierarchy.equivalent(hierarchy.paired(TABLE, TABLE), 0),
+    ],
+)
+def test_bad_input_is_a_value_error(call):
+    with pytest.raises(ValueError, match=r"expected|above 0"):
+        call()
+
+
+def test_the_generating_model_is_what_it_says():
+    rng, setting = np.random.default_rng(3), Setting(4, 2000, 0.9)
+    chances = coverage.chances(rng, 60, setting, [0.9, 0.8])
+    seeds = chances.mean(axis=-1)  # [60, 2, 4]
+    np.testing.assert_allclose(seeds.mean(axis=(0, 2)), [0.9, 0.8], atol=0.006)
+    spread = np.log(seeds / (1 - seeds)).std(axis=(0, 2))
+    np.testing.assert_allclose(spread, coverage.SEED, rtol=0.2)
+    same = np.corrcoef(seeds[:, 0].ravel(), seeds[:, 1].ravel())[0, 1]
+    assert 0.1 < same < 0.55  # a part of a seed's luck is shared
+
+
+# 2,000 draws have a standard error of 0.5 points; the full grid and its table are in docs/statistics.md (slow).
+FAST = [
+    (coverage.mean_of_one, Setting(3, 360, 0.9)),
+    (coverage.mean_of_one, Setting(5, 360, 0.5)),
+    (coverage.difference_of_two, Setting(3, 360, 0.9)),
+    (coverage.difference_of_two, Setting(5, 200, 0.98)),
+    (coverage.consistency, Setting(3, 200, 0.9)),
+    (coverage.mean_of_one, Setting(3, 360, 0.9, seed_sd=0.6)),  # seeds that differ more
+    (coverage.difference_of_two, Setting(3, 360, 0.9, seed_sd=0.0)),  # and not at all
+]
+
+
+@pytest.mark.parametrize(("study", "setting"), FAST, ids=lambda v: getattr(v, "__name__", str(v)[8:-1]))
+def test_intervals_cover_by_simulation(study, setting):
+    assert 0.93 <= coverage.coverage(study, setting) <= 0.98
+
+
+def test_the_simulation_sees_an_interval_that_is_too_sure():
+    assert coverage.coverage(coverage.naive_mean, Setting(1, 360, 0.9), 1000) < 0.85
+
+    def normal(rng, draws, setting):  # what the module does not do: the normal quantile at three seeds
+        parts = hierarchy.crossed(coverage.answers(rng, draws, setting, [setting.accuracy])[:, 0])
+        reach = 1.96 * np.sqrt(parts.variance)
+        return coverage.held(parts.mean - reach, parts.mean + reach, setting.accuracy)
+
+    assert coverage.coverage(normal, Setting(3, 360, 0.9)) < 0.93
+
+
+def test_equivalence_is_wrongly_claimed_at_the_margin_in_one_of_twenty():
+    rng, setting = np.random.default_rng(4), Setting(5, 360, 0.9)
+    table = coverage.answers(rng, 600, setting, [0.9, 0.87])
+    claimed = hierarchy.equivalent(hierarchy.paired(table[:, 0], table[:, 1]), 0.03) < 0.05
+    assert claimed.mean() < 0.08
+    inside = hierarchy.equivalent(hierarchy.paired(table[:, 0], table[:, 1]), 0.15) < 0.05
+    assert inside.mean() > 0.5
