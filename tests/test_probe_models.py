@@ -12,7 +12,10 @@ from probing import OTHERS, other, subject
 
 from vitpos import probes
 
-QUICK: dict = {}  # options that keep a probe short, by its name
+QUICK = {  # options that keep a probe short, by its name
+    "shortcut": {"steps": 1, "batch": 4, "test_images": 4, "tasks": ["red_green", "quadrant"]},
+    "location": {"folds": 2},
+}
 
 
 def run(name, model, images=None):

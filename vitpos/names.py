@@ -14,12 +14,12 @@ from typing import Any
 
 import timm
 import torch
-from timm.models import build_model_with_cfg, get_pretrained_cfg, register_model
+from timm.models import build_model_with_cfg, get_model_args, get_pretrained_cfg, register_model
 from torch import Tensor, nn
 
 from vitpos.backbone import attach, create_model, position_of
 from vitpos.backbone.loading import find_weights, source_grid, without_sizes
-from vitpos.hub import BASES, GENERIC, describe_for_timm
+from vitpos.hub import BASES, GENERIC, backbone_args, describe_for_timm, timm_name
 from vitpos.spec import list_encodings, lookup, parse
 
 default_cfgs: dict[str, dict[str, Any]] = {}  # timm reads it from the module of an entry point
@@ -32,12 +32,13 @@ def rebuild(
     *,
     grid: Sequence[int] | None = None,
     versions: Mapping[str, int] | None = None,
+    encoding_seed: int | None = None,
     **kwargs: Any,
 ) -> nn.Module:
     """The model that a file describes, without its weights: nothing is loaded, and no code but timm's and ours runs.
 
     ``grid`` (H, W) is the training grid, in patches, where the nominal ``img_size`` does not say it; ``versions`` of
-    the encodings are compared with this vitpos.
+    the encodings are compared with this vitpos; ``encoding_seed`` as in ``vitpos.create_model``.
 
     Raises ValueError for an architecture that is not one of timm's own, for arguments that would load something, and
     for an encoding whose numbers have changed since.
@@ -51,16 +52,39 @@ def rebuild(
                 f"the weights were saved with version {version} of {name}; this vitpos has version "
                 f"{lookup(name).version}, which gives other numbers"
             )
+    build = partial(create_model, architecture, pos=pos, encoding_seed=encoding_seed)
     if grid is None:
-        return create_model(architecture, pos=pos, **kwargs)
+        return build(**kwargs)
     with torch.device("meta"):
         nominal: Any = timm.create_model(architecture, **kwargs).patch_embed
     if tuple(nominal.grid_size) == tuple(grid):
-        return create_model(architecture, pos=pos, **kwargs)
+        return build(**kwargs)
     size = tuple(cells * step for cells, step in zip(grid, nominal.feat_ratio(as_scalar=False)))
-    model: Any = create_model(architecture, pos=pos, **{**kwargs, "img_size": size})
+    model: Any = build(**{**kwargs, "img_size": size})
     model.set_input_size(img_size=nominal.img_size)
     return model
+
+
+def renew(model: Any, *, encoding_seed: int | None = None, **changes: Any) -> nn.Module:
+    """A model of the same architecture and encoding, timm's or ours, with new weights from the global random state.
+
+    ``changes`` are arguments that differ: ``num_classes``, ``in_chans``, ``img_size`` (ignored where the architecture
+    has none; else the training grid follows it). Nothing is loaded. Raises ValueError for a model not made by name.
+    """
+    architecture = timm_name(model)
+    if not architecture:
+        raise ValueError(f"this {type(model).__name__} was not made by name, so no second one can be made")
+    args = backbone_args(get_model_args(model))
+    sized = "img_size" in args and "img_size" in changes
+    args |= {key: value for key, value in changes.items() if key != "img_size" or sized}
+    position = getattr(model, "position", None)
+    if position is None:
+        _check_architecture(architecture)
+        return timm.create_model(architecture, **args)
+    if sized:
+        return rebuild(architecture, str(position.spec), encoding_seed=encoding_seed, **args)
+    grid = position.geometry.grid
+    return rebuild(architecture, position.resolved, grid=grid, encoding_seed=encoding_seed, **args)
 
 
 def _check_architecture(name: Any) -> None:

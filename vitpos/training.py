@@ -107,7 +107,7 @@ def create_optimizer(model: Any, cfg: TrainConfig) -> torch.optim.Optimizer:
     """
     positional = [p for name, p in model.named_parameters() if is_positional(name) and p.requires_grad]
     ours = {id(p) for p in positional}
-    told: Any = {"weight_decay": cfg.weight_decay, "no_weight_decay_list": model.no_weight_decay()}
+    told: Any = {"weight_decay": cfg.weight_decay, "no_weight_decay_list": getattr(model, "no_weight_decay", set)()}
     if cfg.layer_decay is None:
         groups = [{"lr_scale": 1.0, **group} for group in param_groups_weight_decay(model, **told)]
     else:
