@@ -205,6 +205,11 @@ class Encoding(nn.Module):
         """The factor on the logits of q and k, beside 1 / sqrt(d)."""
         raise TypeError(f"{self.name} does not scale the logits")
 
+    def phases(self, pos: Positions) -> Tensor | None:
+        """The angles [1 | B, 1 | h, N, pairs] in radians whose sines and cosines enter, linear in the coordinates, one
+        a pair of channels or features; None if there are none."""
+        return None
+
     @classmethod
     def sites(cls) -> tuple[str, ...]:
         """The sites at which this encoding acts."""
@@ -264,17 +269,20 @@ class LinearRotary(Rotary):
         """[1 | h, d/2, 2] in radians per unit of ``placed``, the last axis (y, x)."""
         raise TypeError(f"{type(self).__name__} must define frequencies")
 
+    def phases(self, pos: Positions) -> Tensor:
+        frequencies = self.frequencies(pos).to(pos.coords.dtype)  # [1 | h, d/2, 2]
+        return (self.placed(pos)[:, None, :, None, :] * frequencies[:, None]).sum(-1)
+
     def basis(self) -> Tensor | None:
         """An orthogonal change of basis [1 | h, d, d] before the rotation, or None."""
         return None
 
     def angles(self, pos: Positions) -> AnyAngles:
-        frequencies = self.frequencies(pos).to(pos.coords.dtype)
-        coords = self.placed(pos)
         rest = (self.layout, self.basis(), self.free_prefix)
         if not pos.full:
-            phase = coords[:, None, :, None, :] * frequencies[:, None]  # [1 | B, 1 | h, N, d/2, 2]
-            return Angles(phase.sum(-1), *rest)
+            return Angles(self.phases(pos), *rest)
+        frequencies = self.frequencies(pos).to(pos.coords.dtype)
+        coords = self.placed(pos)
         height, width = pos.extent
         y = coords.view(height, width, 2)[:, 0, 0]  # [H]
         x = coords.view(height, width, 2)[0, :, 1]  # [W]

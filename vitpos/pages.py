@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -135,14 +136,76 @@ def page(name: str) -> str:
     for law, meaning in LAWS.items():
         states = [law_state(laws, law) for laws in (cls.laws, *cls.variants.values())]
         lines.append(f"| {law}: {meaning} | " + " | ".join(states) + " |")
+    lines += ["", *_cycles(name)]
     lines += [
-        "",
         f"Parameters in a ViT-B/16 at 224 px: {parameters(name):,} "
         f"({'one set a layer' if cls.per_layer else 'shared by all layers'}).",
         "",
         f"Source: {cls.paper}.",
     ]
     return "\n".join(lines)
+
+
+def cycles(encoding: Encoding, extent: Extent) -> Tensor | None:
+    """How often each phase of an encoding turns around from border to border of an image: [1 | h, pairs, (y, x)].
+
+    None for an encoding that has no phases linear in the coordinates.
+    """
+    start = Positions(torch.tensor([[[0.0, 0.0], [1.0, 0.0], [0.0, 1.0]]], dtype=torch.float64), extent)
+    phases = encoding.double().phases(start)
+    if phases is None:
+        return None
+    a_patch = (phases[0, :, 1:] - phases[0, :, :1]).mT  # [1 | h, pairs, (y, x)], in radians
+    return a_patch.detach() * a_patch.new_tensor(extent) / (2 * math.pi)
+
+
+def spectrum(text: str, extent: Extent, geometry: Geometry = VIT_B) -> str:
+    """The cycles of an encoding over an image of ``extent`` patches, pair by pair, of the first layer's first head.
+
+    The model is trained on ``geometry.grid``; learned frequencies are those of initialization (seed 0).
+    Raises ValueError for a spec without phases.
+    """
+    torch.manual_seed(0)
+    lines = []
+    for encoding in {e.name: e for e in reversed([*Position(parse(text), geometry).encodings()])}.values():
+        found = cycles(encoding, extent)
+        if found is not None:
+            height, width = extent
+            lines += [
+                f"{encoding.name}: cycles over an image of {height} x {width} patches",
+                "  pair         y         x",
+            ]
+            lines += [f"  {pair:4d}  {y:8.4f}  {x:8.4f}" for pair, (y, x) in enumerate(found[0].tolist())]
+    if not lines:
+        raise ValueError(f"{text} has no phases that turn with the coordinates")
+    return "\n".join(lines)
+
+
+def _cycles(name: str) -> list[str]:
+    """A row for each axis: the most and the least cycles over two sizes of image, which shows what the unit is."""
+    torch.manual_seed(0)
+    encoding = next(Position(parse(name), VIT_B).encodings())
+    sizes = (VIT_B.grid, (2 * VIT_B.grid[0], 2 * VIT_B.grid[1]))
+    found = [cycles(encoding, size) for size in sizes]
+    if found[0] is None:
+        return []
+    lines = [
+        "| cycles over an image of | " + " | ".join(f"{h} x {w} patches" for h, w in sizes) + " |",
+        "| --- | --- | --- |",
+    ]
+    for axis, label in enumerate(("down", "across")):
+        turning = [c[..., axis].abs() for c in found if c is not None]
+        turning = [c[c > 0] for c in turning]
+        lines.append(f"| {label} | " + " | ".join(f"{c.max():.3g} to {c.min():.3g}" for c in turning) + " |")
+    how = ", at initialization" if list(encoding.parameters()) else ""
+    return [
+        *lines,
+        "",
+        f"Highest and lowest frequency{how}, in a ViT-B/16 trained on 14 x 14 patches: as many cycles in a larger "
+        "image where coordinates are fractions of it, more where they count patches. "
+        f"`python -m vitpos.encodings {name} --cycles 14x14` lists all.",
+        "",
+    ]
 
 
 def panels(spec: Spec, extent: Extent) -> list[Panel]:

@@ -66,6 +66,9 @@ class Fourier(Encoding):
             nn.init.zeros_(layer.bias)
 
     def tokens(self, pos: Positions) -> Tensor:
-        phase = F.linear(self.placed(pos), self.frequencies)  # [1 | B, N, F/2]
+        phase = self.phases(pos).squeeze(1)  # [1 | B, N, F/2]
         waves = torch.cat([phase.cos(), phase.sin()], dim=-1) / math.sqrt(2 * phase.shape[-1])
         return self.outer(F.gelu(self.inner(waves)))
+
+    def phases(self, pos: Positions) -> Tensor:
+        return F.linear(self.placed(pos), self.frequencies).unsqueeze(1)

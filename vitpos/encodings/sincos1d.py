@@ -44,14 +44,22 @@ class SinCos1d(Encoding):
 
     def tokens(self, pos: Positions) -> Tensor:
         if self.resize == "extrapolate":
-            return self._waves(pos.coords[..., 0] * pos.extent[1] + pos.coords[..., 1])
+            return _waves(self._turned(pos.coords[..., 0] * pos.extent[1] + pos.coords[..., 1]))
         height, width = self.geometry.grid
-        table = self._waves(torch.arange(height * width, device=pos.coords.device, dtype=pos.coords.dtype))
-        return sample_plane(table.unflatten(0, (height, width)), self.placed(pos))
+        table = self._turned(torch.arange(height * width, device=pos.coords.device, dtype=pos.coords.dtype))
+        return sample_plane(_waves(table).unflatten(0, (height, width)), self.placed(pos))
 
-    def _waves(self, index: Tensor) -> Tensor:
-        """[..., D] of ``index`` [...]."""
+    def phases(self, pos: Positions) -> Tensor:
+        width = pos.extent[1] if self.resize == "extrapolate" else self.geometry.grid[1]
+        at = self.placed(pos)
+        return self._turned(at[..., 0] * width + at[..., 1]).unsqueeze(1)
+
+    def _turned(self, index: Tensor) -> Tensor:
+        """n w_k [..., D/2] of indices [...]."""
         dim = self.geometry.dim
-        omega = index.new_tensor([self.temperature ** (-2 * k / dim) for k in range(dim // 2)])
-        phase = index.unsqueeze(-1) * omega
-        return torch.stack([phase.sin(), phase.cos()], dim=-1).flatten(-2)
+        return index.unsqueeze(-1) * index.new_tensor([self.temperature ** (-2 * k / dim) for k in range(dim // 2)])
+
+
+def _waves(phase: Tensor) -> Tensor:
+    """Sines and cosines [..., D] in turn."""
+    return torch.stack([phase.sin(), phase.cos()], dim=-1).flatten(-2)

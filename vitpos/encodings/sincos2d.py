@@ -45,13 +45,16 @@ class SinCos2d(Encoding):
         self.layout = layout
 
     def tokens(self, pos: Positions) -> Tensor:
-        bands = self.geometry.dim // 4
-        last = max(bands - 1, 1) if self.layout == "big_vision" else bands
-        coords = self.placed(pos)
-        omega = coords.new_tensor([self.temperature ** (-k / last) for k in range(bands)])
-        y, x = (coords.unsqueeze(-1) * omega).unbind(-2)  # each [1 | B, N, D/4]
+        y, x = self.phases(pos).squeeze(1).chunk(2, dim=-1)  # each [1 | B, N, D/4]
         blocks = {
             "timm": (y.sin(), x.sin(), y.cos(), x.cos()),
             "moco": (y.sin(), y.cos(), x.sin(), x.cos()),
         }.get(self.layout, (x.sin(), x.cos(), y.sin(), y.cos()))
         return torch.cat(blocks, dim=-1)
+
+    def phases(self, pos: Positions) -> Tensor:
+        bands = self.geometry.dim // 4
+        last = max(bands - 1, 1) if self.layout == "big_vision" else bands
+        coords = self.placed(pos)
+        omega = coords.new_tensor([self.temperature ** (-k / last) for k in range(bands)])
+        return (coords.unsqueeze(-1) * omega).flatten(-2).unsqueeze(1)  # first those of y, then those of x
