@@ -494,3 +494,130 @@ def test_compiles_without_a_break(name):
         with torch.no_grad():
             assert relative_change(compiled(x), model(x)) < 1e-12
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("table", ["", "none", "learn"])
+@pytest.mark.parametrize("pos", ["none", "rope_axial", "rpb", "ape1d"])
+def test_no_table_is_no_reason_to_skip_what_follows(table, pos):
+    """timm's model without a table skips the dropout of positions; here prefix tokens, dropout and order stay."""
+    plain = timm_model(pos_embed=table, pos_drop_rate=0.5, reg_tokens=4)
+    model = vitpos.attach(plain, pos, preserve=False)
+    x = torch.randn(2, 3, 48, 80)
+    tokens, _ = model._embed(x, None, None)
+    assert tokens.shape == (2, 5 + 15, 48)
+    if pos != "ape1d":
+        assert torch.equal(tokens[:, :5], torch.cat([model.cls_token, model.reg_token], dim=1).expand(2, -1, -1))
+    assert not (tokens == 0).any()
+    dropped = (model.train()._embed(x, None, None)[0] == 0).float().mean()
+    assert 0.4 < dropped < 0.6
+    theirs = timm_model(pos_embed=table, pos_drop_rate=0.5).train()
+    assert ((theirs._pos_embed(theirs.patch_embed(x)) == 0).float().mean() > 0.4) == (table == "learn")
+
+
+@pytest.mark.parametrize("options", [{}, {"reg_tokens": 4}, {"class_token": False, "reg_tokens": 2}], ids=str)
+@pytest.mark.parametrize("apart", [True, False])
+def test_tables_of_patches_leave_prefix_tokens_alone(options, apart):
+    """With ``no_embed_class`` no table reaches the class token and registers before block 0; without, its rows do."""
+    pooled = {} if options.get("class_token", True) else {"global_pool": "avg"}
+    model = vitpos.attach(timm_model(no_embed_class=apart, **options, **pooled), "ape1d")
+    count = model.num_prefix_tokens
+    x = torch.randn(2, 3, 48, 80)
+    with torch.no_grad():
+        before, _ = model._embed(x, None, None)
+        model.pos_embed.add_(1.0)
+        after, _ = model._embed(x, None, None)
+    assert torch.equal(before[:, :count], after[:, :count]) == apart
+    assert not torch.equal(before[:, count:], after[:, count:])
+
+
+def test_timms_resolver_knows_the_size():
+    """What evaluators ask for: the size the model was built at, and after each change."""
+    model = vitpos.create_model(TIMM, pos="ape1d + rpb", **{**SMALL, "img_size": (160, 320)})
+    assert timm.data.resolve_input_data_config(model)["input_size"] == (3, 160, 320)
+    model.set_input_size(img_size=(192, 96))
+    assert timm.data.resolve_input_data_config(model)["input_size"] == (3, 192, 96)
+    assert model._model_args["img_size"] == (192, 96)
+    assert model.position.geometry.grid == (10, 20)
+    model.set_input_size(patch_size=8)
+    assert timm.data.resolve_input_data_config(model)["input_size"] == (3, 192, 96)
+    assert model(torch.randn(1, 3, 24, 48)).shape == (1, 7)
+
+
+def test_a_model_that_was_not_made_by_name(tmp_path):
+    """timm's class called directly has neither arguments nor a configuration; only saving needs them."""
+    plain = timm.models.vision_transformer.VisionTransformer(
+        **{k: v for k, v in SMALL.items() if k != "num_heads"}, num_heads=3
+    ).eval()
+    assert not hasattr(plain, "_model_args")
+    assert not hasattr(plain, "pretrained_cfg")
+    model = vitpos.attach(copy.deepcopy(plain), "ape1d + rope_axial", preserve=False)
+    vitpos.attach(model, "native")
+    model.set_input_size(img_size=(80, 48))
+    x = torch.randn(1, 3, 80, 48)
+    assert torch.equal(copy.deepcopy(model)(x), model(x))
+    assert timm.data.resolve_input_data_config(model)["input_size"] == (3, 80, 48)
+    with pytest.raises(ValueError, match="not made by name"):
+        vitpos.save(model, tmp_path / "m.safetensors")
+
+
+def held(model):
+    """What every module holds beside parameters and buffers, by place; and those that are tensors."""
+    found = {(n, key): value for n, module in model.named_modules() for key, value in vars(module).items()}
+    return {place: id(v) for place, v in found.items()}, [p for p, v in found.items() if isinstance(v, torch.Tensor)]
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_nothing_is_kept_from_one_forward_to_the_next(name):
+    """No cache, and no tensor that is neither parameter nor buffer (``.to`` leaves it behind, deepcopy may fail)."""
+    model = tiny(name, (3, 5), 1).train()
+    before, loose = held(model)
+    for grid in ((4, 6), (6, 4), (3, 5)):
+        model(images(grid)).sum().backward()
+    assert held(model) == (before, loose)
+    assert not loose
+    assert list(model.state_dict()) == [n for n, _ in model.named_parameters()]
+    assert not list(model.buffers())
+
+
+def test_the_check_sees_what_is_kept():
+    model = tiny("rope_mixed", (3, 5), 1)
+    before, _ = held(model)
+    model.position.layers[0]["rope_mixed"].cached = torch.zeros(3)
+    after, loose = held(model)
+    assert loose == [("position.layers.0.rope_mixed", "cached")]
+    assert after != before
+
+
+@pytest.mark.parametrize("name", ENCODINGS)
+def test_dtype_and_device_change_between_forwards(name):
+    """Forward, move, forward: what a fresh model says in that dtype, and no tensor of the old device."""
+    model = tiny(name, (3, 5), 1)
+    x = images((4, 6))
+    with torch.no_grad():
+        expected = model(x)
+        rounded = tiny(name, (3, 5), 1).float()(x.float())
+        assert torch.equal(model.float()(x.float()), rounded)
+        assert relative_change(model.double()(x), expected) < 1e-4
+        assert model.to("meta")(x.to("meta")).device.type == "meta"
+
+
+@pytest.mark.parametrize("name", [*ENCODINGS, "native"])
+def test_averaged_weights_pair_up(name):
+    """timm's averages pair entries of the state_dict by order: every one is a parameter, before and after forwards."""
+    torch.manual_seed(0)
+    if name == "native":
+        model = timm.create_model("vit_small_patch16_rope_mixed_224", **{**SMALL, "num_heads": 4})
+        model = vitpos.attach(model, "native")
+    else:
+        model = vitpos.create_model(TIMM, pos=name, **SMALL)
+    ema = ModelEmaV3(model, decay=0.0)  # takes the weights over, entry by entry
+    for size in ((48, 80), (80, 48)):
+        model.train()(torch.randn(2, 3, *size)).sum().backward()
+    model.set_input_size(img_size=(80, 80))
+    assert list(model.state_dict()) == [n for n, _ in model.named_parameters()] == list(ema.module.state_dict())
+    with torch.no_grad():
+        for i, parameter in enumerate(model.parameters()):
+            parameter.fill_(float(i))
+    ema.update(model)
+    for (key, ours), theirs in zip(ema.module.state_dict().items(), model.state_dict().values(), strict=True):
+        assert torch.equal(ours, theirs), key
