@@ -3,13 +3,14 @@
 import json
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import timm
 import torch
 from common import ENCODINGS, randomize_, relative_change
 from safetensors.torch import load_file
-from timm.models import load_state_dict, save_for_hf
+from timm.models import get_model_args, load_state_dict, save_for_hf
 
 import vitpos
 from vitpos.names import rebuild
@@ -216,3 +217,23 @@ def test_the_weights_of_both_layouts_are_the_same(tmp_path):
     theirs = load_state_dict(str(tmp_path / "model.safetensors"))
     assert list(ours) == list(theirs)
     assert all(torch.equal(ours[k], theirs[k]) for k in ours)
+
+
+@pytest.mark.parametrize("pos", ENCODINGS)
+def test_what_timm_writes_is_plain_json(pos):
+    """No class, function or tensor among the arguments: timm's export would demand a replacement for it."""
+    args = get_model_args(made("attach", pos))
+    assert json.loads(json.dumps(args)) == {k: list(v) if isinstance(v, tuple) else v for k, v in args.items()}
+
+
+def test_a_class_among_the_arguments_is_named(tmp_path):
+    """timm takes attention and blocks as classes, which no file can hold; of other things it makes no model."""
+    model = vitpos.create_model("vit_tiny_patch16_224", pos="rpb", attn_layer=timm.layers.Attention, **SMALL)
+    assert model(torch.randn(1, 3, 32, 48)).shape == (1, 5)
+    with pytest.raises(ValueError, match="card cannot be written as JSON: Object of type type"):
+        vitpos.save(model, tmp_path / "m.safetensors")
+    assert not list(tmp_path.iterdir())
+    with pytest.raises((ValueError, TypeError), match="attn_layer"):
+        save_for_hf(model, tmp_path)
+    with pytest.raises(ValueError, match=r"timm cannot build vit_tiny_patch16_224 with .*attn_layer"):
+        vitpos.create_model("vit_tiny_patch16_224", pos="rpb", attn_layer=partial(timm.layers.Attention), **SMALL)

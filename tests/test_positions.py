@@ -7,6 +7,7 @@ from common import ENCODINGS, GRIDS, coordinates, images, relative_change, tiny
 
 from vitpos import positions
 from vitpos.positions import Positions, augment, grid, into, resample_plane, sample_line, sample_plane
+from vitpos.spec import REGISTRY
 
 
 @pytest.mark.parametrize("size", [*GRIDS, (1, 1), (2, 4)])
@@ -133,3 +134,68 @@ def test_explicit_positions_are_checked():
     pos = positions.explicit(torch.zeros(4, 2), None, (2, 2), torch.float64)
     assert isinstance(pos, Positions)
     assert (pos.extent, pos.coords.dtype, pos.cells, pos.full) == ((2, 2), torch.float64, False, False)
+
+
+@pytest.mark.parametrize("spec", [name for name in ENCODINGS if name not in ("none", "logn")])
+def test_a_transposed_image_with_its_own_places_is_the_same_set(spec):
+    """Token k of an H x W grid is at (k // W, k % W) for every encoding: the transposed image, told where each of its
+    patches was, gives the same readout; not told, another one, unless the encoding declares that law."""
+    for size in ((2, 3), (2, 4)):
+        model = tiny(spec, size, 1)
+        with torch.no_grad():
+            weight = model.patch_embed.proj.weight
+            weight.copy_((weight + weight.mT) / 2)  # so that a transposed patch is the same token
+            x = images(size)
+            expected = model(x)
+            turned = x.transpose(2, 3)
+            where = torch.tensor([[i, j] for j in range(size[1]) for i in range(size[0])])
+            assert relative_change(model(turned, coords=where, extent=size), expected) < 1e-12
+            if "transpose" not in REGISTRY[spec].laws:
+                assert relative_change(model(turned), expected) > 1e-4
+
+
+RAMPS = {  # what reads a learned table, and where it lies
+    "ape1d": lambda model: model.pos_embed[0, 1:].unflatten(0, model.position.geometry.grid),
+    "rpb": lambda model: model.position.layers[0]["rpb"].table.permute(1, 2, 0),
+}
+
+
+@pytest.mark.parametrize("target", [(3, 7), (7, 3), (2, 9), (10, 4)])
+@pytest.mark.parametrize("name", RAMPS)
+def test_ramps_stay_ramps_of_their_axis(name, target):
+    """A table that grows with the row reads so on any grid, and one that grows with the column: axes or scales that
+    are swapped twice cancel on squares only."""
+    model = tiny(name, (4, 5), 1, depth=1)
+    plane = RAMPS[name](model)
+    for axis in (0, 1):
+        with torch.no_grad():
+            steps = torch.arange(plane.shape[axis], dtype=torch.float64)
+            plane.copy_((steps[:, None] if axis == 0 else steps[None, :]).unsqueeze(-1).expand_as(plane))
+            pos = grid(*target, dtype=torch.float64)
+            if name == "ape1d":
+                read = model.position.tokens(pos, {"pos_embed": model.pos_embed[:, 1:]})[0].unflatten(0, target)[..., 0]
+            else:
+                read = model.position.layers[0]["rpb"].bias(pos).values[0]
+        assert read.std(dim=1 - axis).max() < 1e-6
+        along = read.diff(dim=axis)
+        assert along.min() > (-1e-9 if name == "rpb" else 0.01)  # (a table ends where its grid does)
+        assert along.max() > 0.1
+        other = read.mT if read.shape[0] != read.shape[1] else read
+        assert other.std(dim=axis).max() < 1e-6  # the control: the transposed map is a ramp of the other axis
+        assert other.std(dim=1 - axis).max() > 0.1
+
+
+def test_ape2d_keeps_rows_and_columns_apart():
+    model = tiny("ape2d", (4, 5), 1)
+    encoding = model.position.shared["ape2d"]
+    first, second = encoding.parameters()
+    for table, axis in ((first, 0), (second, 1)):
+        with torch.no_grad():
+            for parameter in (first, second):
+                parameter.zero_()
+            steps = torch.arange(max(table.shape[:-1]), dtype=torch.float64)
+            table.copy_(steps.view(*table.shape[:-1], 1).expand_as(table))
+            read = encoding.tokens(grid(7, 3, dtype=torch.float64))[0].unflatten(0, (7, 3))[..., 0]
+        assert read.std(dim=1 - axis).max() < 1e-6
+        assert read.diff(dim=axis).min() > -1e-9
+        assert read.std(dim=axis).min() > 0.1

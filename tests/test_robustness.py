@@ -198,3 +198,54 @@ def test_a_double_model_computes_in_double():
             exact = model(x)
             rounded = model.float()(x.float())
         assert 1e-9 < relative_change(rounded.double(), exact) < 1e-4
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_grids_of_one_token_count_are_told_apart(name):
+    """4 x 6, 6 x 4, 3 x 8 and 2 x 12 in turn, in training and evaluation, in float64 and float32: each time what an
+    encoding that has seen nothing else computes."""
+    used = tiny(name, (4, 6), 1)
+    seen = []
+    for dtype, training in ((torch.float64, True), (torch.float32, False), (torch.float64, False)):
+        own = None if used.pos_embed is None else used.to(dtype).pos_embed[:, 1:].detach()
+        for grid in ((4, 6), (6, 4), (3, 8), (2, 12), (4, 6)):
+            pos = positions.grid(*grid, dtype=dtype)
+            fresh = Position(used.position.spec, used.position.geometry).to(dtype)
+            fresh.load_state_dict(used.to(dtype).position.state_dict(), strict=name != "ape1d")  # (the model holds it)
+            found = tables(used.train(training).position, pos, own)
+            assert all(torch.equal(a, b) for a, b in zip(found, tables(fresh, pos, own), strict=True))
+            seen.append(found)
+    if not name.startswith(("none", "logn", "cpe", "rope1d")) and name != "alibi":  # the last two know only the index
+        for other in seen[1:4]:
+            assert not all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(seen[0], other))
+
+
+@pytest.mark.parametrize("dim", [37, 38, 39, 40])
+@pytest.mark.parametrize("name", ENCODINGS)
+def test_any_width_or_a_reason(name, dim):
+    """Widths that leave 1, 2 and 3 when divided by 4: an encoding serves them, for each sample alike, or says what it
+    needs; and never another width than the one that it was built for."""
+    served = {
+        "sincos1d": 2,
+        "sincos2d": 4,
+        "rope1d": 2,
+        "rope_axial": 4,
+        "rope_mixed": 4,
+        "rope_dinov3": 4,
+        "string": 4,
+    }
+    if dim % served.get(name, 1) or (name in ("liere", "comrope") and dim == 37):  # a prime cannot be cut
+        with pytest.raises(ValueError, match=r"multiple of|block"):
+            tiny(name, (3, 5), 1, heads=1, dim=dim, depth=1)
+        return
+    model = tiny(name, (3, 5), 1, heads=1, dim=dim, depth=1)
+    five = images((4, 6), batch=5)
+    with torch.no_grad():
+        together = model(five)
+        for sample in range(5):
+            assert relative_change(model(five[sample : sample + 1]), together[sample : sample + 1]) < 1e-12
+    if "tokens" in REGISTRY[name].sites():
+        own = {} if model.pos_embed is None else {"pos_embed": model.pos_embed[:, 1:]}
+        pos = positions.grid(3, 5, dtype=torch.float64)
+        with pytest.raises(RuntimeError, match="size"):
+            model.position.add_tokens(torch.zeros(2, 15, dim + 1), pos, own, torch.float64)

@@ -8,6 +8,7 @@ import timm
 import torch
 import torch.distributed as dist
 from common import ENCODINGS, images, tiny
+from timm.models._manipulate import reinit_non_persistent_buffers
 from timm.optim import create_optimizer_v2
 from torch.nn.parallel import DistributedDataParallel
 
@@ -52,6 +53,46 @@ def test_built_without_memory_then_loaded(name):
     with torch.device("meta"):
         plain = timm.create_model("vit_tiny_patch16_224", **SMALL)
     assert {p.device.type for p in vitpos.attach(plain, name).parameters()} == {"meta"}
+
+
+OWN_ROTARY = ["vit_small_patch16_rope_224", "vit_small_patch16_rope_mixed_224", "vit_small_patch16_dinov3"]
+
+
+@pytest.mark.parametrize("name", [*OWN_ROTARY, "vit_relpos_base_patch16_cls_224", "beit_base_patch16_224"])
+def test_tables_that_are_no_weights_are_made_again(name):
+    """timm's own rotary tables and indices lie in buffers that no file holds; vitpos's encodings have none."""
+    small = {**SMALL, "num_heads": 4}
+    source = vitpos.create_model(name, pos="native", **small).eval()
+    x = torch.randn(2, 3, 48, 32)
+    with torch.device("meta"):
+        model = vitpos.create_model(name, pos="native", **small).eval()
+    model = model.to_empty(device="cpu")
+    with torch.no_grad():
+        for buffer in model.buffers():
+            buffer.fill_(3)
+    model.load_state_dict(source.state_dict())
+    wrong = [n for n, b in model.named_buffers() if not torch.equal(b, dict(source.named_buffers())[n])]
+    reinit_non_persistent_buffers(model)
+    assert all(torch.equal(b, dict(source.named_buffers())[n]) for n, b in model.named_buffers())
+    assert wrong or not list(source.buffers())
+    assert torch.equal(model(x), source(x))
+    assert not list(vitpos.attach(model, "rope_axial + rpb", preserve=False).position.buffers())
+
+
+def test_trained_weights_are_not_drawn_again(tmp_path):
+    """A loaded model keeps its weights whatever is attached beside them; only ``init_weights`` starts anew."""
+    source = vitpos.create_model("vit_tiny_patch16_224", pos="ape1d", **SMALL)
+    with torch.no_grad():
+        for parameter in source.parameters():
+            parameter.normal_()
+    torch.save(source.state_dict(), tmp_path / "w.pth")
+    given = {"checkpoint_path": tmp_path / "w.pth", "preserve": False, **SMALL}
+    for pos in ("native", "ape1d", "native + rpb", "native + rope_mixed"):
+        model = vitpos.create_model("vit_tiny_patch16_224", pos=pos, **given)
+        for key, value in source.state_dict().items():
+            assert torch.equal(model.state_dict()[key], value), (pos, key)
+    model.init_weights()
+    assert not torch.equal(model.pos_embed, source.pos_embed)
 
 
 @pytest.fixture(scope="module")
