@@ -1,6 +1,7 @@
 """timm's other vision transformers: served in place, equal to timm's where they keep what they came with."""
 
 import copy
+import itertools
 import pickle
 from pathlib import Path
 
@@ -470,6 +471,38 @@ def test_every_model_of_timm():
     assert sum(not row.refusal for row in rows) == 276
     assert len(rows) == 279
     assert DOCS.read_text() == table.markdown(rows), "run make docs"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", MODELS)
+def test_every_encoding_in_every_kind_of_model(key, tmp_path):
+    """The whole product: built, attached, forwards and backwards on two grids, saved and loaded again."""
+    plain = build(key)
+    grids = [images(key, grid) for grid in (GRID, (4, 2))]
+    outputs = {}
+    for name in vitpos.list_encodings():
+        model = vitpos.attach(copy.deepcopy(plain), name, preserve=False).train()
+        torch.manual_seed(0)
+        with torch.no_grad():
+            for parameter in model.position.parameters():  # some begin at zero
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+        torch.stack([model(x).square().sum() for x in grids]).sum().backward()
+        silent = [n for n, p in model.named_parameters() if p.grad is None or not p.grad.isfinite().all()]
+        assert not silent, (name, silent)
+        again = vitpos.load(vitpos.save(model.eval(), tmp_path / f"{name}.safetensors"))
+        assert again.position.resolved == model.position.resolved
+        with torch.no_grad():
+            outputs[name] = [model(x) for x in grids]
+            for x, expected in zip(grids, outputs[name]):
+                assert expected.isfinite().all()
+                assert torch.equal(again(x), expected), name
+    for name, other in itertools.combinations(outputs, 2):
+        same = {name, other} <= SAME.get(str(vitpos.attach(copy.deepcopy(plain), "native").position.spec), set())
+        if not same:
+            assert relative_change(outputs[name][1], outputs[other][1]) > 1e-6, (name, other)
+
+
+SAME = {"ape1d": {"native", "ape1d"}, "none": {"native", "none"}}  # by what the model has
 
 
 def test_fewer_key_heads_are_as_many_equal_ones():
