@@ -15,6 +15,7 @@ from vitpos import probes
 QUICK = {  # options that keep a probe short, by its name
     "shortcut": {"steps": 1, "batch": 4, "test_images": 4, "tasks": ["red_green", "quadrant"]},
     "location": {"folds": 2},
+    "factorial": {"offsets": [[0.25, 0], [0, 1]]},
 }
 
 

@@ -1,0 +1,285 @@
+"""Equivariance: do the features move along when the image moves? By layer and by distance from the border; and which
+exact identities the model has.
+
+Dense features. For a shift d by whole patches and a layer's map F, place i + d of F(S_d x) should show what place i
+of F(x) showed, wherever both lie in the image:
+
+    error = sqrt( sum |F(S_d x)[i + d] - F(x)[i]|^2 / sum |F(x)[i]|^2 )     over i, all shifts d != 0 and all images
+
+Pairs are kept apart by their distance from the border, that of the nearer of the two places, in cells of the layer's
+map (0: one of them lies at the border), so that the effect of the border shows and `interior` can leave it out. Beside
+it stand the mean cosine of the pairs, and the same error between different places of one image (`unrelated`,
+sqrt(2 Var / mean square)): features of which most is alike everywhere have a small error whatever they do, so read
+error beside unrelated. `crop` shifts fill with black and lose what leaves; `circular` ones wrap.
+
+Identities of the whole model, in float64, on the logits (each holds to rounding or fails by what is given):
+
+- `offset`: the same vector is added to all coordinates, of whole steps or of fractions.
+- `circular`: the image is rolled by whole patches.
+- `permutation`: patches and their coordinates are permuted together: true of any transformer whose patches see
+  nothing beyond themselves and whose encoding is a function of coordinates alone. One that fails reads token order.
+
+Source: Kayhan & van Gemert 2020, arXiv:2003.07064 (border); Lenc & Vedaldi 2015, Understanding Image Representations by
+Measuring Their Equivariance, arXiv:1411.5908. The identities are vitpos's declared laws, tried on the model at hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vitpos import positions, stats
+from vitpos.probes import Arrays, NotApplicable, Subject, register
+from vitpos.probes._exact import certificate, relative_change, verdict
+from vitpos.probes._views import View, curves, table
+from vitpos.probes.shuffle import orders, shuffle_blocks
+from vitpos.probes.translation import circular_shift, crop_shift, patch_shifts
+
+WHOLE, FRACTIONAL = (1.0, -2.0), (0.37, -1.61)  # what is added to all coordinates (y, x)
+WORDS = {
+    "offset": "coordinates moved by whole steps",
+    "offset_fractional": "coordinates moved by fractions",
+    "circular": "image rolled by whole patches",
+    "permutation": "patches permuted with their coordinates",
+}
+SHIFTS = {"crop": crop_shift, "circular": circular_shift}
+Pair = tuple[Tensor, Tensor]  # features [b, D, pairs] before and after the shift, at the places that correspond
+
+
+def corresponding(before: Tensor, after: Tensor, step: tuple[int, int], wrap: bool) -> tuple[Pair, Tensor]:
+    """Features of maps [b, D, h, w] at places i and i + step, and each pair's distance from the border [pairs]."""
+    h, w = before.shape[-2:]
+    y, x = torch.meshgrid(torch.arange(h), torch.arange(w), indexing="ij")
+    there_y, there_x = y + step[0], x + step[1]
+    inside = (there_y >= 0) & (there_y < h) & (there_x >= 0) & (there_x < w)
+    keep = torch.ones_like(inside) if wrap else inside
+    y, x, there_y, there_x = y[keep], x[keep], there_y[keep] % h, there_x[keep] % w
+    distance = torch.stack([y, h - 1 - y, x, w - 1 - x, there_y, h - 1 - there_y, there_x, w - 1 - there_x]).amin(0)
+    return (before[..., y, x], after[..., there_y, there_x]), distance
+
+
+def spread(maps: Tensor) -> Tensor:
+    """Mean squared distance between the features of two different places of an image [b], maps [b, D, h, w]."""
+    flat = maps.flatten(2)
+    n = max(flat.shape[2], 2)
+    return 2 * (flat - flat.mean(2, keepdim=True)).square().sum((1, 2)) / (n - 1)
+
+
+@register(
+    "equivariance",
+    definitions={
+        "error": "Relative error of the features at corresponding places, before and after a shift by whole patches; "
+        "over shifts, places and images.",
+        "border, interior": "The same over pairs of which one lies at the border of the layer's map; over those with "
+        "both at least one cell away.",
+        "unrelated": "The error between two different places of one image: what features that are not equivariant at "
+        "all come to.",
+        "cosine": "Mean cosine of the features at corresponding places.",
+        "offset": "Identity: the same vector added to all coordinates changes no logit (whole steps, and fractions).",
+        "circular": "Identity: rolling the image by whole patches changes no logit.",
+        "permutation": "Identity: permuting patches together with their coordinates changes no logit.",
+        "holds": "To a relative change of 1e-12 of the logits in float64. A constant model has every identity.",
+    },
+)
+class Equivariance:
+    """Options: `images` whose features are compared (0: all), `steps`: shifts up to that many patches each way,
+    `shift` ("crop" or "circular"), `exact_images`: on which the identities are tried."""
+
+    defaults: ClassVar[dict[str, Any]] = {"images": 64, "steps": 1, "shift": "crop", "exact_images": 4}
+
+    def collect(self, subject: Subject, options: Mapping[str, Any]) -> Arrays:
+        if options["shift"] not in SHIFTS:
+            raise ValueError(f"equivariance.shift must be one of {list(SHIFTS)}, got {options['shift']!r}")
+        if min(options["steps"], options["exact_images"]) < 1:
+            raise ValueError(f"equivariance.steps and exact_images must be at least 1, got {dict(options)}")
+        arrays: Arrays = {}
+        for name, tried in identities(subject, options["exact_images"]).items():
+            arrays |= {f"{name}/{key}": array for key, array in tried.items()}
+        try:
+            found = self._features(subject, options)
+        except NotApplicable as reason:
+            found = {"not_applicable": np.array(str(reason))}
+        return arrays | {f"features/{key}": array for key, array in found.items()}
+
+    @staticmethod
+    def _features(subject: Subject, options: Mapping[str, Any]) -> Arrays:
+        part, chosen = subject.some(options["images"])
+        patch, size = part.patch, part.size
+        steps = [d for d in patch_shifts(patch, size, options["steps"]) if d != (0, 0)]
+        if size[0] % patch[0] or size[1] % patch[1] or not steps:
+            raise NotApplicable(
+                f"an image of {size[0]}x{size[1]} px is not two or more whole patches of {patch[0]}x{patch[1]} px"
+            )
+        move, wrap = SHIFTS[options["shift"]], options["shift"] == "circular"
+        n = len(chosen)
+        layers: list[str] = []
+        sums: dict[str, NDArray[np.float64]] = {}
+        advance = part.track("equivariance", n * len(steps))
+        for where, pixels in part.loaded():
+            plain = part.features(pixels)
+            if not layers:
+                layers = list(plain)
+                grids = np.array([maps.shape[-2:] for maps in plain.values()])
+                _check_steps(grids, size, steps)
+                shape = len(layers), int(grids.min(axis=1).max() + 1) // 2, n
+                sums = {key: np.zeros(shape) for key in ("error", "norm", "cosine", "pairs")}
+                sums["spread"] = np.zeros((len(layers), n))
+            for k, maps in enumerate(plain.values()):
+                sums["spread"][k, where] = spread(maps).double().cpu().numpy()
+            for dy, dx in steps:
+                moved = part.features(move(pixels, (dy, dx)))
+                for k, name in enumerate(layers):
+                    h, w = plain[name].shape[-2:]
+                    step = dy * h // size[0], dx * w // size[1]
+                    (a, b), distance = corresponding(plain[name], moved[name], step, wrap)
+                    found = {
+                        "error": (b - a).square().sum(1),
+                        "norm": a.square().sum(1),
+                        "cosine": torch.cosine_similarity(a, b, dim=1),
+                        "pairs": torch.ones_like(a[:, 0]),
+                    }
+                    for key, values in found.items():
+                        ringed = torch.zeros(len(a), shape[1], dtype=torch.float64, device=a.device)
+                        index = distance.to(a.device).expand(len(a), -1)
+                        sums[key][k, :, where] += ringed.scatter_add(1, index, values.double()).mT.cpu().numpy()
+                advance(len(pixels))
+        return {"images": chosen, "layers": np.array(layers), "grids": grids, "shifts": np.array(steps)} | sums
+
+    def summarize(self, arrays: Arrays, truth: NDArray[np.int64]) -> dict[str, Any]:
+        certificates = {
+            name: {"not_applicable": str(arrays[f"{name}/not_applicable"])}
+            if f"{name}/not_applicable" in arrays
+            else certificate(arrays[f"{name}/change"])
+            for name in WORDS
+        }
+        if "features/not_applicable" in arrays:
+            features: dict[str, Any] = {"not_applicable": str(arrays["features/not_applicable"])}
+        else:
+            own = {key.removeprefix("features/"): array for key, array in arrays.items() if key.startswith("features/")}
+            features = {
+                "images_used": len(own["images"]),
+                "shifts": own["shifts"].tolist(),
+                "layers": [_layer(own, k) for k in range(len(own["layers"]))],
+            }
+        return {"identities": certificates, "features": features}
+
+    def views(self, summary: dict[str, Any]) -> list[View]:
+        verdicts = [[WORDS[name], verdict(entry)] for name, entry in summary["identities"].items()]
+        tried = "Tried on the logits in float64: relative change. A constant model has all of them."
+        heads = {"what changes nothing": "", "verdict": ""}
+        found = [table("identities", "Exact identities", tried, heads, verdicts, brief=True)]
+        if "layers" not in summary["features"]:
+            return found
+        layers = summary["features"]["layers"]
+        names = [layer["layer"] for layer in layers]
+        note = (
+            "Relative error of the features at corresponding places, before and after a shift by whole patches. At the "
+            "border, and away from it; unrelated: between different places of one image, for scale."
+        )
+        kinds = ("error", "border", "interior", "unrelated")
+        lines = {key: (names, [layer[key] for layer in layers]) for key in kinds}
+        columns = dict.fromkeys(("layer", *kinds, "cosine"), "")
+        rows = [[layer[key] for key in columns] for layer in layers]
+        by_distance = {
+            layer["layer"]: (list(range(len(layer["by_distance"]))), layer["by_distance"]) for layer in layers
+        }
+        return [
+            *found,
+            curves("layers", "Error of equivariance by layer", note, "layer", "relative error", lines, ""),
+            curves(
+                "border", "Error of equivariance by distance from the border",
+                "Distance of the nearer of the two places, in cells of the layer's map.",
+                "distance from the border (cells)", "relative error", by_distance, "",
+            ),
+            table("layers", "Equivariance by layer", note, columns, rows),
+        ]  # fmt: skip
+
+
+def identities(subject: Subject, images: int) -> dict[str, Arrays]:
+    """For each identity the relative change of the logits [trials, images] in float64, or why it cannot be tried."""
+    exact, _ = subject.precise().some(images)
+    pixels = exact.pixels(exact.indices)
+    patch = exact.patch
+
+    def moved_coordinates(by: tuple[float, float]) -> NDArray[np.float64]:
+        model, coords = exact.positioned(), _coordinates(exact)
+        plain = exact.logits(pixels, model, coords=coords)
+        return relative_change(exact.logits(pixels, model, coords=coords + coords.new_tensor(by)), plain)[None]
+
+    def rolled() -> NDArray[np.float64]:
+        _check_whole(exact)
+        shifts = ((patch[0], 0), (0, patch[1]), (2 * patch[0], patch[1]))
+        plain = exact.logits(pixels)
+        return np.stack([relative_change(exact.logits(circular_shift(pixels, d)), plain) for d in shifts])
+
+    def permuted() -> NDArray[np.float64]:
+        model, coords = exact.positioned(), _coordinates(exact)
+        order = orders(exact.ids, 0, 1, coords.shape[1])
+        plain = exact.logits(pixels, model, coords=coords)
+        placed = coords[0, order.to(coords.device)]  # [b, N, 2]
+        return relative_change(exact.logits(shuffle_blocks(pixels, patch, order), model, coords=placed), plain)[None]
+
+    tried: dict[str, Callable[[], NDArray[np.float64]]] = {
+        "offset": lambda: moved_coordinates(WHOLE),
+        "offset_fractional": lambda: moved_coordinates(FRACTIONAL),
+        "circular": rolled,
+        "permutation": permuted,
+    }
+    found: dict[str, Arrays] = {}
+    for name, trial in tried.items():
+        try:
+            found[name] = {"change": trial()}
+        except (NotApplicable, ValueError) as reason:  # an encoding may refuse coordinates, e.g. fractions
+            found[name] = {"not_applicable": np.array(str(reason))}
+    return found
+
+
+def _check_steps(grids: NDArray[np.int64], size: tuple[int, int], steps: list[tuple[int, int]]) -> None:
+    for grid in grids.tolist():
+        if any(d[axis] * grid[axis] % size[axis] for d in steps for axis in (0, 1)):
+            raise NotApplicable(f"a map of {grid[0]}x{grid[1]} has no whole cell for shifts of {steps[-1]} px")
+
+
+def _check_whole(subject: Subject) -> None:
+    if subject.size[0] % subject.patch[0] or subject.size[1] % subject.patch[1]:
+        raise NotApplicable(
+            f"{subject.size[0]}x{subject.size[1]} px are no whole number of patches of "
+            f"{subject.patch[0]}x{subject.patch[1]} px"
+        )
+
+
+def _coordinates(subject: Subject) -> Tensor:
+    """The cells of the image's own grid, explicitly [1, N, 2]."""
+    _check_whole(subject)
+    grid = subject.size[0] // subject.patch[0], subject.size[1] // subject.patch[1]
+    return positions.grid(*grid, device=subject.device, dtype=subject.dtype).coords
+
+
+def _root(estimate: stats.Estimate | None) -> dict[str, Any] | None:
+    return None if estimate is None else estimate.through(lambda r: max(r, 0.0) ** 0.5).as_dict()
+
+
+def _layer(columns: Arrays, k: int) -> dict[str, Any]:
+    """Numbers of one layer."""
+    error, norm, pairs = (columns[key][k] for key in ("error", "norm", "pairs"))  # [rings, n]
+    known = pairs[:, 0] > 0
+
+    def over(rings: Any) -> dict[str, Any] | None:
+        return _root(stats.ratio(error[rings].sum(0), norm[rings].sum(0)))
+
+    cosine = stats.ratio(columns["cosine"][k].sum(0), pairs.sum(0))
+    return {
+        "layer": str(columns["layers"][k]),
+        "grid": columns["grids"][k].tolist(),
+        "error": over(slice(None)),
+        "border": over(slice(0, 1)),
+        "interior": over(slice(1, None)),
+        "unrelated": _root(stats.ratio(columns["spread"][k] * pairs.sum(0), norm.sum(0))),
+        "cosine": None if cosine is None else cosine.as_dict(),
+        "by_distance": [over([ring]) for ring in np.flatnonzero(known).tolist()],
+    }
