@@ -244,3 +244,16 @@ def test_a_share_out_of_range():
 def test_a_name_for_a_modifier_cannot_be_registered():
     with pytest.raises(ValueError, match="none of gated, fading"):
         vitpos.register("gated")(type("Gated", (vitpos.Encoding,), {}))
+
+
+@pytest.mark.parametrize("before", ["ape1d", "ape2d"])
+def test_what_fades_learns_no_more(before, tmp_path):
+    """It would grow against its schedule."""
+    model = vitpos.create_model("vit_tiny_patch16_224", before, img_size=(48, 80), embed_dim=48, num_heads=4, depth=2)
+    vitpos.attach(model, "rope_mixed", preserve=True)
+    vitpos.save(model, tmp_path / "model.safetensors")
+    for one in (model, vitpos.load(tmp_path / "model.safetensors")):
+        frozen = {name for name, p in one.named_parameters() if not p.requires_grad}
+        table = {"pos_embed"} if before == "ape1d" else {f"position.shared.ape2d.{n}" for n in ("rows", "columns")}
+        assert frozen == table
+    assert all(p.requires_grad for p in vitpos.attach(model, before, preserve=False).parameters())

@@ -18,7 +18,7 @@ from vitpos.backbone.loading import Weights, find_weights, source_grid, take_tab
 from vitpos.backbone.models import BLOCKS, MODELS
 from vitpos.backbone.native import OWN, ROTARY
 from vitpos.backbone.parts import PARTS, PATCH_EMBEDS, attentions_of, not_a_multiple
-from vitpos.backbone.preserving import begin, changed, preserved
+from vitpos.backbone.preserving import begin, changed, freeze_fading, preserved
 from vitpos.composition import Position, check_combination, flat_tables
 from vitpos.encoding import Geometry
 from vitpos.hub import describe_for_timm
@@ -195,7 +195,11 @@ def _attach(model: Any, spec: Spec, trained: bool, preserve: bool | None) -> Non
     _move_table(model, position, trained or kept is not None)
     if "native" not in spec.names:
         model.drop_own()
+    thawed = "ape1d" in getattr(getattr(model, "position", None), "fading", ()) and "ape1d" in position.shared
     model.position = position
+    if thawed:
+        model.pos_embed.requires_grad_(True)
+    freeze_fading(model)
     model.position.train(model.training)
     describe_for_timm(model)
     if trained and preserve is None and changed(found, spec.terms):

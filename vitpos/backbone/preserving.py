@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -53,6 +54,15 @@ def begin(position: Position, names: Iterable[str]) -> None:
             for name, parameter in encoding.named_parameters():
                 if name in encoding.zeros:
                     parameter.zero_()
+
+
+def freeze_fading(model: Any) -> None:
+    """What fades learns no more: it would grow against its schedule, and the model would lean on it to the end."""
+    for encoding in model.position.encodings():
+        if encoding.name in model.position.fading:
+            encoding.requires_grad_(False)
+            if encoding.model_parameter == "pos_embed":
+                model.pos_embed.requires_grad_(False)
 
 
 def changed(found: Sequence[Term], terms: Sequence[Term]) -> bool:
