@@ -1,6 +1,6 @@
 """Fine-tuning to another encoding: from where the model was (preserve), from a cold swap, and with what it had.
 
-python benchmarks/preserving.py --out runs/preserving    # about 25 minutes of two cores
+python benchmarks/preserving.py --out runs/preserving
 
 Digits models are trained with ape1d, then fine-tuned for a quarter of the epochs. Each arm has the same tuning: the
 learning rate of the best validation accuracy at seed 0. The test set is evaluated once, at the end. Intervals are over
