@@ -1,10 +1,10 @@
-# make demo | test | lint | docs | figures: each installs what it needs into .venv first.
+# make demo | test | lint | docs | figures | bench-train: each installs what it needs into .venv first.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
 
-.PHONY: install demo test test-slow lint docs figures clean
+.PHONY: install demo test test-slow lint docs figures bench-train clean
 .DEFAULT_GOAL := test
 
 install: $(VENV)/.installed
@@ -52,6 +52,10 @@ figures: $(DEMO)/eval/results.json
 
 $(DEMO)/eval/results.json:
 	$(MAKE) demo
+
+# Reading and steps next to torchvision's and timm's; on an idle machine, about ten minutes.
+bench-train: install
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/training.py
 
 docs: install
 	$(BIN)/python -m vitpos.encodings --docs docs/encodings

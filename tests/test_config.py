@@ -27,7 +27,12 @@ def test_every_dataset_has_a_model_and_a_training_recipe(name):
 
 @pytest.mark.parametrize("path", sorted((CONFIGS / "experiment").glob("*.yaml")), ids=lambda p: p.stem)
 def test_every_experiment_composes(path):
-    config.typed(composed(f"experiment={path.stem}"))
+    config.typed(composed(f"experiment={path.stem}", *(["init=x"] if path.stem == "finetune" else [])))
+
+
+def test_fine_tuning_needs_a_run_to_begin_from():
+    with pytest.raises(ValueError, match="it needs init=RUN_FOLDER"):
+        config.typed(composed("experiment=finetune"))
 
 
 def test_digits_patch_is_the_models_patch():

@@ -203,8 +203,12 @@ def test_repeated_samples_are_in_one_batch_with_draws_of_their_own():
     assert torch.equal(copies[0], ds.augmented([int(batches[0][0] % n)], 0, 0)[0]), "copy 0 is the sample itself"
     pair = [data.epoch_batches(n, 12, 0, 0, rank, 2, repeats=3) for rank in (0, 1)]
     assert all(torch.equal(whole, torch.cat(parts)) for whole, *parts in zip(batches, *pair))
-    with pytest.raises(ValueError, match=r"train.repeats=5 does not divide train.batch_size=12"):
-        data.epoch_batches(n, 12, 0, 0, repeats=5)
+    assert all(
+        (part[0] // n).tolist() == copies for part, copies in zip(pair, ([0, 0, 0, 0, 1, 1], [1, 1, 2, 2, 2, 2]))
+    )
+    odd = torch.cat(data.epoch_batches(n, 20, 0, 0, repeats=3))
+    assert len(odd) == n // 20 * 20 == len(odd.unique()), "copies of a sample may lie in two batches"
+    assert (odd % n).unique(return_counts=True)[1].tolist().count(3) == len(odd) // 3
 
 
 @pytest.mark.parametrize("kind", ["digits", "cifar", "folder"])

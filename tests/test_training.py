@@ -394,6 +394,21 @@ def test_beginning_from_a_run_at_another_size_and_number_of_classes(tmp_path):
         training.create_model(run, data.Info("rgb", ["a", "b"], 3, (24, 24), [0.0], [1.0]))
 
 
+@pytest.mark.parametrize("pos", ["rpb", "ape2d + rope_mixed"])
+def test_the_same_encoding_goes_on_with_its_weights_on_its_grid(tmp_path, pos):
+    before = saved_run(tmp_path, pos)
+    run = run_config(pos)
+    run.init = str(tmp_path)
+    larger = data.Info("digits", INFO.classes, 1, (36, 36), [0.0], [1.0])
+    model = training.create_model(run, larger).eval()
+    assert model.position.geometry.grid == (6, 6)
+    x = torch.randn(2, 1, 36, 36)
+    with torch.no_grad():
+        assert torch.equal(model(x), before(x))
+        again = vitpos.load(vitpos.save(model, tmp_path / "again.safetensors"))
+        assert torch.equal(again(x), model(x))
+
+
 def test_preserving_begins_where_the_run_was_and_fades_what_it_replaces(tmp_path):
     before = saved_run(tmp_path)
     run = run_config("rope_mixed", fade=0.5)

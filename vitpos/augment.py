@@ -48,9 +48,11 @@ class RandAugment(v2.RandAugment):
                         which &= negative == (sign < 0)
                     if name != "Identity" and which.any():
                         index = torch.from_numpy(np.flatnonzero(which)).to(x.device)
-                        x[index] = self._apply_image_or_video_transform(
-                            x[index], name, sign * size, interpolation=self.interpolation, fill=self._fill
+                        some = x.index_select(0, index)
+                        some = self._apply_image_or_video_transform(
+                            some, name, sign * size, interpolation=self.interpolation, fill=self._fill
                         )
+                        x.index_copy_(0, index, some)
         return x
 
 

@@ -85,8 +85,9 @@ def _begin_from(path: Path, run: RunConfig, info: data.Info) -> nn.Module:
         raise ValueError(
             f"init={path} takes {model.patch_embed.proj.in_channels} channels, {info.name} has {info.in_chans}"
         )
-    torch.manual_seed(seeds.stream(run.seed, "encoding"))
-    vitpos.attach(model, run.pos, preserve=run.preserve)
+    if model.position.spec != vitpos.parse(run.pos):  # the same would be drawn anew
+        torch.manual_seed(seeds.stream(run.seed, "encoding"))
+        vitpos.attach(model, run.pos, preserve=run.preserve)
     torch.manual_seed(seeds.stream(run.seed, "backbone"))
     if model.num_classes != len(info.classes):
         model.reset_classifier(len(info.classes))

@@ -41,7 +41,7 @@ class CifarConfig:
 
 
 class Cifar(Dataset):
-    """CIFAR in memory, uint8 [N, 3, 32, 32] on the device; random crop and flip one batch at a time."""
+    """CIFAR in memory, on the device; augmented many images at a time."""
 
     def __init__(self, cfg: CifarConfig, split: str, seed: int):
         root = existing(cfg.root, cfg.name, may_be_new=cfg.download)
@@ -57,12 +57,17 @@ class Cifar(Dataset):
             source, labels, ids = [source[i] for i in part], labels[part], [ids[i] for i in part]
         images = np.stack([_pixels(image, cfg.name) for image in source])  # uint8 [N, 32, 32, 3]
         super().__init__(Info(cfg.name, classes, 3, (32, 32), *CIFAR_STATS[cfg.name]), labels, ids)
-        self.images = torch.from_numpy(images).permute(0, 3, 1, 2).contiguous()  # [N, 3, 32, 32]
         self.padding, self.flip, self.erase = cfg.crop_padding, cfg.flip, cfg.erase
+        self.padded = F.pad(torch.from_numpy(images).permute(0, 3, 1, 2), [cfg.crop_padding] * 4).contiguous()
         self.randaugment = None if cfg.augment is None else RandAugment(cfg.augment, self.info.mean)
 
+    @property
+    def images(self) -> Tensor:
+        """uint8 [N, 3, 32, 32], a view of the padded ones."""
+        return self.padded[:, :, self.padding :, self.padding :][:, :, :32, :32]
+
     def to(self, device: torch.device | str) -> Dataset:
-        self.images = self.images.to(device)
+        self.padded = self.padded.to(device)
         return super().to(device)
 
     def batch(self, indices: Sequence[int] | Tensor) -> Tensor:
@@ -73,14 +78,13 @@ class Cifar(Dataset):
         stream = seeds.stream(seed, "augment", epoch)
         shifts = 2 * self.padding + 1
         dy, dx, flip = self._draw(indices, stream, (shifts, shifts, 2)).unbind(1)  # [b] each
-        x = F.pad(self.images[(indices % len(self)).to(self.device)], [self.padding] * 4)  # [b, 3, 32 + 2p, 32 + 2p]
         span = torch.arange(32, device=self.device)
-        columns = torch.where((flip[:, None] == 1) & self.flip, 31 - span, span) + dx[:, None]  # [b, 32]
-        rows = span + dy[:, None]
-        which = torch.arange(len(indices), device=self.device)[:, None, None]
-        x = x.permute(0, 2, 3, 1)[which, rows[:, :, None], columns[:, None, :]]  # [b, 32, 32, 3]
-        x = self._distorted(x.permute(0, 3, 1, 2).contiguous(), indices, stream)
-        return resized(x.float() / 255, size)
+        rows = span + dy[:, None]  # [b, 32] of the padded image
+        columns = torch.where((flip[:, None] == 1) & self.flip, 31 - span, span) + dx[:, None]
+        pixels = (rows[:, :, None] * self.padded.shape[-1] + columns[:, None, :]).flatten(1)  # [b, 32 * 32]
+        x = self.padded.index_select(0, (indices % len(self)).to(self.device)).flatten(2)  # [b, 3, (32 + 2p)^2]
+        x = x.gather(2, pixels[:, None].expand(-1, 3, -1)).unflatten(2, (32, 32))
+        return resized(self._distorted(x, indices, stream).float().div_(255), size)
 
     def _distorted(self, x: Tensor, indices: Tensor, stream: int) -> Tensor:
         """uint8 [b, 3, 32, 32], likewise, after RandAugment and erasing."""

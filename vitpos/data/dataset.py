@@ -16,6 +16,7 @@ from vitpos import seeds
 
 SPLITS = ("train", "val", "test")
 Size = tuple[int, int]  # (h, w) in pixels
+TOGETHER = 1024  # images that are augmented in one go: a call costs about as much as a hundred small images
 
 
 @dataclass(frozen=True)
@@ -74,9 +75,13 @@ class Dataset(ABC):
         sizes: Sequence[Size | None] | None = None,
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """(images, labels) for each batch of indices in turn; augmented, at the sizes given, when an epoch is."""
-        for indices, size in zip(batches, sizes or [None] * len(batches)):
-            x = self.batch(indices) if epoch is None else self.augmented(indices, seed, epoch, size)
-            yield x, self._labels(indices)
+        sizes = sizes or [None] * len(batches)
+        per_call = 1 if epoch is None or not batches else max(1, TOGETHER // len(batches[0]))
+        for start in range(0, len(batches), per_call):
+            some = batches[start : start + per_call]
+            x = self.batch(some[0]) if epoch is None else self.augmented(torch.cat(list(some)), seed, epoch)
+            for images, indices, size in zip(x.split([len(i) for i in some]), some, sizes[start:]):
+                yield resized(images, size), self._labels(indices)
 
     def _labels(self, indices: Tensor) -> Tensor:
         return self.labels[indices % len(self)].to(self.device)
