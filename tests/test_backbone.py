@@ -157,6 +157,19 @@ def test_other_sizes_are_refused_with_the_nearest(size):
     assert padded(torch.randn(1, 3, *size)).shape == (1, 7)
 
 
+@pytest.mark.parametrize("pos", ["ape1d", "rope_axial", "rpb", "sincos2d"])
+def test_padding_is_black_pixels_below_and_to_the_right(pos):
+    """70 x 96 becomes 80 x 96, a grid of 5 x 6 patches: none of the image moves, none is cut, none is masked."""
+    model = vitpos.create_model(TIMM, pos=pos, dynamic_img_pad=True, **SMALL).eval()
+    x = torch.randn(1, 3, 70, 96)
+    below, above = (torch.nn.functional.pad(x, (0, 0, *rows)) for rows in ((0, 10), (10, 0)))
+    with torch.no_grad():
+        maps = model.forward_intermediates(x, 1, intermediates_only=True)
+        assert maps[0].shape == (1, 48, 5, 6)
+        assert torch.equal(model(x), model(below))
+        assert relative_change(model(above), model(x)) > 1e-4
+
+
 @pytest.mark.parametrize(
     ("kwargs", "words"),
     [

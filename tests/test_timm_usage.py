@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from common import ENCODINGS, images, tiny
 from timm.models._manipulate import reinit_non_persistent_buffers
-from timm.optim import create_optimizer_v2
+from timm.optim import create_optimizer_v2, param_groups_weight_decay
 from torch.nn.parallel import DistributedDataParallel
 
 import vitpos
@@ -147,3 +147,46 @@ def test_layer_decay_through_timms_optimizer(name):
     for key, group in groups.items():
         if key.startswith(("position.", "pos_embed")):
             assert (group["lr_scale"], group["weight_decay"]) == (stem, 0.0), key
+
+
+class Wrapper(torch.nn.Module):
+    """As DistributedDataParallel: nothing of the model but its parameters."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+
+KINDS = {"vit_tiny_patch16_224": "ape1d + rpb", "vit_relpos_base_patch16_cls_224": "native + rope_mixed",
+         "vit_small_patch16_rope_mixed_ape_224": "native + cpb"}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_parameter_groups_behind_wrappers(name):
+    """Positional parameters are neither decayed nor trained at the head's rate, whoever wraps the model first."""
+    small = {**SMALL, "num_heads": 4}
+    model = vitpos.create_model(name, pos=KINDS[name], **small)
+    plain = timm.create_model(name, **small)
+    layered = {"weight_decay": 0.1, "layer_decay": 0.5}
+
+    def settings(module, optimizer):
+        names = {id(p): n.removeprefix("_orig_mod.").removeprefix("module.") for n, p in module.named_parameters()}
+        groups = getattr(optimizer, "param_groups", optimizer)
+        return {names[id(p)]: (g.get("lr_scale"), g["weight_decay"]) for g in groups for p in g["params"]}
+
+    wanted = settings(model, create_optimizer_v2(model, opt="adamw", lr=1.0, **layered))
+    positional = [n for n in wanted if any(part in n for part in ("position.", "pos_embed", "rel_pos", "rope."))]
+    assert positional
+    assert {wanted[n][1] for n in positional} == {0.0}
+    assert wanted["blocks.1.attn.qkv.weight"][1] == 0.1
+    compiled = torch.compile(model)
+    assert settings(compiled, create_optimizer_v2(compiled, opt="adamw", lr=1.0, **layered)) == wanted
+    control = torch.compile(plain)  # timm's own: everything at the head's rate
+    scales = settings(control, create_optimizer_v2(control, opt="adamw", lr=1.0, **layered))
+    assert {scale for scale, _ in scales.values()} == {1.0}
+
+    wrapped = Wrapper(model)  # knows no method of the model: pass what the model says
+    listed = param_groups_weight_decay(wrapped, 0.1, no_weight_decay_list=model.no_weight_decay())
+    assert {n: decay for n, (_, decay) in settings(wrapped, listed).items()} == {n: d for n, (_, d) in wanted.items()}
+    unlisted = settings(wrapped, param_groups_weight_decay(wrapped, 0.1))
+    assert any(unlisted[n][1] for n in positional)

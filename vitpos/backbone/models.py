@@ -240,14 +240,31 @@ class PositionMixin(Described):
             )
 
     def no_weight_decay(self: Any) -> set[str]:
-        """timm's names and all positional parameters."""
-        own = {n for n, _ in self.named_parameters() if is_positional(n)}
-        return super().no_weight_decay() | own  # type: ignore[misc]
+        """timm's names and all positional parameters, by themselves and behind a wrapper (``_orig_mod.pos_embed``)."""
+        own = {n for n, _ in self.named_parameters() if n == "pos_embed" or n.startswith("position.")}
+        return _with_wrapped(super().no_weight_decay() | own)  # type: ignore[misc]
 
     def group_matcher(self: Any, coarse: bool = False) -> dict[str, Any]:
-        """timm's groups, with what is positional and lies outside the blocks in the stem."""
+        """timm's groups, with what is positional and lies outside the blocks in the stem; also behind a wrapper."""
         groups = super().group_matcher(coarse)  # type: ignore[misc]
-        return {**groups, "stem": groups["stem"] + r"|^position\.|^pos_embed|^rope\.|^rel_pos_bias\.|^shared_rel_pos\."}
+        stem = groups["stem"] + r"|^position\.|^pos_embed|^rope\.|^rel_pos_bias\.|^shared_rel_pos\."
+        return _behind_wrappers({**groups, "stem": stem})
+
+
+def _with_wrapped(names: set[str]) -> set[str]:
+    """The names, and as wildcards for timm what a compiled or distributed model makes of them."""
+    return names | {f"*.{name}" for name in names}
+
+
+def _behind_wrappers(patterns: Any) -> Any:
+    """Expressions for names of parameters, made to match them there too."""
+    if isinstance(patterns, dict):
+        return {key: _behind_wrappers(value) for key, value in patterns.items()}
+    if isinstance(patterns, (list, tuple)):
+        return type(patterns)(map(_behind_wrappers, patterns))
+    if isinstance(patterns, str):  # timm matches from the start, with or without ^
+        return rf"(?:_orig_mod\.|module\.)*(?:{patterns.replace('^', '')})"
+    return patterns
 
 
 class VisionTransformer(PositionMixin, vision_transformer.VisionTransformer):
@@ -334,7 +351,8 @@ class VisionTransformerRelPos(PositionMixin, vision_transformer_relpos.VisionTra
 
     def no_weight_decay(self) -> set[str]:
         """timm's names and all positional parameters, those of the model's own biases among them."""
-        return super().no_weight_decay() | {name for name, _ in self.named_parameters() if "rel_pos." in name}
+        own = {name for name, _ in self.named_parameters() if "rel_pos." in name}
+        return super().no_weight_decay() | _with_wrapped(own)
 
     def init_weights(self: Any, *args: Any, **kwargs: Any) -> None:
         """As timm's; a table that vitpos gave the model is drawn too."""
