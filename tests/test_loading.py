@@ -377,3 +377,22 @@ def test_looking_draws_nothing(size, tmp_path):
         drawn.append((model.head.weight, torch.rand(1)))
     for ours, theirs in zip(*drawn):
         assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("spec", ["ape1d", "rpb + rope_mixed"])
+def test_timms_checkpoint_functions_need_no_resampling(spec, tmp_path):
+    """A model's tables have the size that they were trained with whatever its input size, so that plain loading and
+    resuming fit; timm's own model of another size does not load."""
+    model = vitpos.create_model("vit_tiny_patch16_224", pos=spec, img_size=side((2, 8)), **SMALL).eval()
+    torch.save({"state_dict": model.state_dict(), "epoch": 4, "version": 2}, tmp_path / "w.pth")
+    x = torch.randn(1, 3, *side((3, 4)))
+    for load in (timm.models.load_checkpoint, timm.models.resume_checkpoint):
+        other = vitpos.create_model("vit_tiny_patch16_224", pos=spec, img_size=side((2, 8)), **SMALL).eval()
+        other.set_input_size(img_size=side((3, 5)))
+        load(other, str(tmp_path / "w.pth"))
+        assert torch.equal(other(x), model(x))
+    theirs = plain((2, 8))
+    torch.save(theirs.state_dict(), tmp_path / "theirs.pth")
+    theirs.set_input_size(img_size=side((3, 5)))
+    with pytest.raises(RuntimeError, match="size mismatch for pos_embed"):
+        timm.models.load_checkpoint(theirs, str(tmp_path / "theirs.pth"))
