@@ -11,7 +11,7 @@ python train.py init=RUN_FOLDER pos=rope_mixed preserve=true  # fine-tune, from 
 import hydra
 from omegaconf import DictConfig
 
-from vitpos import cli, config, data, runs, seeds, training
+from vitpos import cli, config, data, runs, seeds, states, training
 
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="train")
@@ -37,7 +37,7 @@ def main(cfg: DictConfig) -> None:
     criterion = training.create_loss(run.train)
 
     # optimizer
-    state = runs.State(accelerator, model, training.create_optimizer(model, run.train), ema, unsharded)
+    state = states.State(accelerator, model, training.create_optimizer(model, run.train), ema, unsharded)
 
     with runs.RunFolder(run, accelerator, train_set, val_set) as folder:
         folder.restore(state)

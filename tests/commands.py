@@ -1,8 +1,6 @@
-"""What the tests of train.py share: calling it in this process or in two, stopping it, and a small image folder."""
+"""What the tests of train.py share: calling it in this process, stopping it, and a small image folder."""
 
-import os
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
@@ -67,14 +65,6 @@ def tamper(change) -> None:
     path.unlink()
     change(state)
     states.write(path.parent, state["step"], state)
-
-
-def torchrun(*words: str) -> subprocess.CompletedProcess[str]:
-    """Two processes. Where no accelerator is, none is told so: train.py has to find out by itself."""
-    tiny = [w for w in TINY if w != "train.cpu=true" or torch.accelerator.is_available()]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(TRAIN), *tiny, *words]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=300, check=False)
 
 
 def one_line(capsys) -> str:

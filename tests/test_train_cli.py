@@ -22,7 +22,6 @@ from commands import (
     one_line,
     stopped,
     tamper,
-    torchrun,
     train,
 )  # fmt: skip
 from omegaconf import OmegaConf
@@ -135,20 +134,6 @@ def test_the_same_run_twice_is_the_same(monkeypatch, tmp_path):
 # resume
 
 
-def test_resume_continues_as_if_never_stopped(monkeypatch, tmp_path):
-    words = ["pos=ape2d", "train.ema=0.9", "model.kwargs.proj_drop_rate=0.1", "train.epochs=3"]
-    assert train(monkeypatch, "out=whole", *words) == 0
-    stopped(monkeypatch, "out=part", *words)
-    assert pd.read_csv("part/metrics.csv")["epoch"].tolist() == [1]
-    assert train(monkeypatch, "resume=part", tiny=False) == 0
-    assert pd.read_csv("part/metrics.csv")["epoch"].tolist() == [1, 2, 3]
-    whole, part = (vitpos.load(f"{name}/last.safetensors").state_dict() for name in ("whole", "part"))
-    assert all(torch.equal(whole[k], part[k]) for k in whole)
-    timings = ["images_per_second", "seconds"]
-    whole_rows, part_rows = (pd.read_csv(f"{name}/metrics.csv").drop(columns=timings) for name in ("whole", "part"))
-    pd.testing.assert_frame_equal(whole_rows, part_rows)
-
-
 def test_resume_of_a_finished_run_says_so(monkeypatch, tmp_path, capsys):
     train(monkeypatch, "out=run")
     before = {f: (tmp_path / f).read_bytes() for f in files(tmp_path)}
@@ -212,14 +197,6 @@ def test_resume_with_a_state_that_does_not_fit(monkeypatch, capsys):
     tamper(lambda state: state["model"].pop("head.bias"))
     assert train(monkeypatch, "resume=run", tiny=False) == 2
     assert "head.bias has shape (absent) there, (10,) here" in one_line(capsys)
-
-
-@pytest.mark.parametrize("length", [0, 1000])
-def test_resume_with_a_damaged_state(monkeypatch, capsys, length):
-    stopped(monkeypatch, "out=run", "pos=none")
-    latest().write_bytes(latest().read_bytes()[:length])
-    assert train(monkeypatch, "resume=run", tiny=False) == 2
-    assert f"run is damaged: no state that was saved ({latest().name}) is whole" in one_line(capsys)
 
 
 def test_resume_of_a_run_killed_in_its_first_epoch(monkeypatch, tmp_path):
@@ -287,30 +264,6 @@ def test_sweep_is_refused_under_torchrun(monkeypatch, tmp_path, capsys):
     assert train(monkeypatch, "-m", "seed=0,1") == 2
     assert "cannot run under torchrun" in one_line(capsys)
     assert files(tmp_path) == set()
-
-
-# processes
-
-
-@pytest.mark.slow
-def test_torchrun_trains_in_one_folder(tmp_path):
-    done = torchrun("out=run")
-    assert done.returncode == 0, done.stderr
-    assert len(done.stdout.strip().splitlines()) == 3, "one process prints"
-    assert [p.name for p in tmp_path.iterdir()] == ["run"]
-    assert pd.read_csv(tmp_path / "run" / "metrics.csv")["epoch"].tolist() == [1, 2]
-    assert 'processes": 2' in (tmp_path / "run" / "environment.json").read_text()
-    vitpos.load(tmp_path / "run" / "last.safetensors")
-
-
-@pytest.mark.slow
-def test_torchrun_matches_one_process(monkeypatch, tmp_path):
-    """Equal global batches and averaged gradients: equal up to the order of sums."""
-    assert torchrun("out=two").returncode == 0
-    assert train(monkeypatch, "out=one") == 0
-    one, two = (pd.read_csv(f"{name}/metrics.csv") for name in ("one", "two"))
-    assert one["train_loss"].tolist() == pytest.approx(two["train_loss"].tolist(), rel=1e-4)
-    assert one["val_accuracy"].tolist() == pytest.approx(two["val_accuracy"].tolist(), abs=0.01)
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import vitpos
-from vitpos import config, data, runs, seeds, training
+from vitpos import config, data, runs, seeds, states, training
 
 KWARGS = {
     "patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2, "mlp_ratio": 2, "class_token": False,
@@ -314,7 +314,7 @@ def test_the_loss_scale_of_fp16_goes_on(tmp_path):
     optimizer = training.create_optimizer(model, config.TrainConfig())
     accelerator = training.start(config.TrainConfig(cpu=True))
     accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
-    state = runs.State(accelerator, model, optimizer)
+    state = states.State(accelerator, model, optimizer)
     with run_folder(tmp_path / "run", accelerator) as folder:
         folder.epoch(state, row)
     accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=65536.0)

@@ -70,6 +70,11 @@ def run(main: Callable[[], Any]) -> None:
         if traceback_wanted:
             raise
         fail(explain(error))
+    except RuntimeError as error:
+        lines = str(error).splitlines() or [""]
+        if traceback_wanted or not (type(error).__module__.startswith("submitit") or "srun" in lines[0]):
+            raise
+        fail(" ... ".join(dict.fromkeys([lines[0], lines[-1]])))  # of a job: which one, and the end of its log
     except preemption.Stopped as stopped:
         if os.environ.get("RANK", "0") == "0":
             print(stopped, file=sys.stderr)

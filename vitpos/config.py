@@ -202,6 +202,8 @@ def check(run: RunConfig) -> None:
         raise ValueError("preserve=true keeps what trained weights compute; it needs init=RUN_FOLDER, whose they are")
     if t.sharding == "fsdp" and t.precision == "fp16":
         raise ValueError("train.sharding=fsdp is not made for train.precision=fp16; take bf16")
+    if t.sharding == "fsdp" and t.optimizer not in ("adam", "adamw"):
+        raise ValueError(f"train.sharding=fsdp is not made for train.optimizer={t.optimizer}; take adamw or adam")
     if t.sizes is not None and not [pair(size) for size in t.sizes]:
         raise ValueError("train.sizes=[] must be null or hold a size")
     taken = {"in_chans", "num_classes", "img_size", "pos"} & set(run.model.kwargs)
@@ -211,9 +213,9 @@ def check(run: RunConfig) -> None:
 
 def chosen(cfg: DictConfig) -> DictConfig:
     """What to run: the command line's configuration or, with ``resume``, that of the run which is continued."""
-    if cfg.resume == AUTO:
-        return _found(cfg)
-    return cfg if cfg.resume is None else resumed(cfg, Path(cfg.resume))
+    if cfg.resume is None and "SUBMITIT_EXECUTOR" not in os.environ:  # whose jobs may start several times
+        return cfg
+    return _found(cfg) if cfg.resume in (None, AUTO) else resumed(cfg, Path(cfg.resume))
 
 
 def resumed(cfg: DictConfig, folder: Path) -> DictConfig:
@@ -258,7 +260,7 @@ def _found(cfg: DictConfig) -> DictConfig:
         differing = difference(identity(run), identity(typed(_stored(folder))))
         if differing is not None:
             key, ours, theirs = differing
-            raise ValueError(f"resume=auto: the run in {folder} has {key}={theirs}, not {ours}; choose another out=")
+            raise ValueError(f"the run in {folder} has {key}={theirs}, not {ours}; choose another out=")
     cfg.resume = str(folder) if begun else None
     return cfg
 

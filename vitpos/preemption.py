@@ -54,11 +54,11 @@ def handling(handler: Any, *numbers: int) -> Iterator[dict[int, Any]]:
 
 
 class Request:
-    """As a context manager: signals of a scheduler are noted, not obeyed. ``number`` is the last one's, or None."""
+    """As a context manager: signals of a scheduler are noted, not obeyed. ``number`` is the gravest one's, or None."""
 
     def __init__(self) -> None:
         self.number: int | None = None
-        self.numbers = [signal.SIGTERM, signal.SIGUSR1]
+        self.numbers: list[int] = [signal.SIGTERM, signal.SIGUSR1]
         if "SUBMITIT_EXECUTOR" in os.environ:
             self.numbers.append(signal.Signals[f"SIG{os.environ.get('SUBMITIT_PREEMPT_SIGNAL', 'USR2')}"])
 
@@ -71,14 +71,19 @@ class Request:
         self.stack.close()
 
     def _note(self, number: int, frame: Any) -> None:
-        self.number = number
+        if self.number is None or self.numbers.index(number) > self.numbers.index(self.number):
+            self.number = number
+
+    def forget(self, number: int) -> None:
+        """That this signal has come; not one that has come since."""
+        if self.number == number:
+            self.number = None
 
     def obey(self, number: int, saved: str) -> None:
         """Hand the signal, now that the state is saved, to whoever handled it before; where nobody did, raise Stopped.
 
         Returns where that one wants the run to go on (submitit, of a SIGTERM, while it waits for its own signal).
         """
-        self.number = None
         before = self.before.get(number)
         if not callable(before) or before is stop:
             raise Stopped(number, saved)

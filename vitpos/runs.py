@@ -12,8 +12,7 @@ import platform
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
@@ -23,100 +22,15 @@ import torch
 import yaml
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
-from timm.utils import ModelEmaV3
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 import vitpos
 from vitpos import config, data, preemption, states
 from vitpos.config import RunConfig
+from vitpos.states import State, whole
 
 NONFINITE = "nonfinite.json"
 PACKAGES = ("vitpos", "torch", "timm", "torchvision", "accelerate", "numpy", "scikit-learn")
-
-
-@dataclass
-class State:
-    """All that a run goes on from: weights, optimizer, moving average, loss scale, and where training is.
-
-    Every draw is keyed by seed, epoch, step and sample, so that where training is takes two integers: ``step``, the
-    number of steps done, and the number of epochs with a row of metrics. ``totals`` is float32 [3], this process's
-    sums of loss and accuracy over the steps of the epoch, and their number; ``skips`` counts the latest steps that
-    were not taken.
-    """
-
-    accelerator: Accelerator
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    ema: ModelEmaV3 | None = None
-    unsharded: nn.Module | None = None  # of a sharded model, a whole one that is evaluated and saved in its place
-    step: int = 0
-    skips: int = 0
-    totals: Tensor = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.start_epoch()
-
-    def start_epoch(self) -> None:
-        self.totals = torch.zeros(3, device=self.accelerator.device)
-
-    def add(self, loss: Tensor, accuracy: Tensor) -> None:
-        self.totals += torch.stack([loss.detach(), accuracy, torch.ones_like(accuracy)])
-
-    def means(self) -> tuple[float, float, int]:
-        """Mean loss and accuracy over the epoch's steps and over all processes, and the number of steps taken."""
-        loss, accuracy, steps = self.accelerator.reduce(self.totals, "mean").tolist()
-        return loss / max(steps, 1), accuracy / max(steps, 1), round(steps)
-
-    def evaluated(self) -> nn.Module:
-        """The model that is reported and saved, of the moving average if there is one. All processes take part."""
-        model = self.model if self.ema is None else self.ema.module
-        if self.unsharded is None:
-            return model
-        self.unsharded.load_state_dict({k: _whole(v) for k, v in model.state_dict().items()})
-        return self.unsharded
-
-    def gather(self) -> dict[str, Any]:
-        """Everything as whole tensors on the CPU of the first process, sharded or not. All processes take part."""
-
-        def whole(values: Mapping[str, Any]) -> dict[str, Any]:
-            tensors = ((k, _whole(v) if isinstance(v, Tensor) else v) for k, v in values.items())
-            return {k: v.cpu() if isinstance(v, Tensor) else v for k, v in tensors if self.accelerator.is_main_process}
-
-        optimizer, scaler = self.optimizer.state_dict(), self.accelerator.scaler
-        return {
-            "model": whole(self.model.state_dict()),
-            "optimizer": {**optimizer, "state": {i: whole(v) for i, v in optimizer["state"].items()}},
-            "ema": None if self.ema is None else whole(self.ema.module.state_dict()),
-            "scaler": None if scaler is None else scaler.state_dict(),
-            "step": self.step,
-            "skips": self.skips,
-            "totals": self.accelerator.gather(self.totals[None]).cpu(),  # [processes, 3]
-        }
-
-    def load(self, stored: dict[str, Any]) -> None:
-        """Take over what `gather` returned; ValueError names the first weight that differs in name or shape."""
-        _load(self.model, stored["model"])
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        moments = {
-            i: {k: _like(v, parameters[i]) for k, v in values.items()}
-            for i, values in stored["optimizer"]["state"].items()
-        }
-        self.optimizer.load_state_dict({**stored["optimizer"], "state": moments})
-        if self.ema is not None:
-            _load(self.ema.module, stored["ema"])
-        if self.accelerator.scaler is not None:
-            self.accelerator.scaler.load_state_dict(stored["scaler"])
-        self.step, self.skips = stored["step"], stored["skips"]
-        totals, processes = stored["totals"], self.accelerator.num_processes
-        mine = totals[self.accelerator.process_index] if len(totals) == processes else totals.mean(0)
-        self.totals = mine.to(self.accelerator.device)
-
-    def finite(self) -> bool:
-        """Whether all weights are finite numbers. All processes take part."""
-        shards = (p.to_local() if isinstance(p, DTensor) else p for p in self.model.parameters())
-        bad = sum((~shard.isfinite()).sum() for shard in shards)
-        return self.accelerator.reduce(torch.as_tensor(bad, device=self.accelerator.device)).item() == 0
 
 
 class RunFolder:
@@ -253,11 +167,12 @@ class RunFolder:
         """
         bad = ~loss.detach().isfinite()
         if norm is not None and self.accelerator.scaler is None:  # which looks for infinite gradients itself
-            bad = bad | ~_whole(norm).isfinite()
-        votes = torch.stack([bad.float(), torch.full_like(loss, self.request.number or 0, dtype=torch.float32)])
-        refused, signal = self.accelerator.gather(votes[None]).amax(0).tolist()
-        self.signal = int(signal)
-        if not refused:
+            bad = bad | ~whole(norm).isfinite()
+        self.signal = self.request.number or 0
+        if self.accelerator.num_processes > 1:
+            votes = torch.stack([bad.int(), torch.full_like(bad, self.signal, dtype=torch.int32)])
+            bad, self.signal = self.accelerator.gather(votes[None]).amax(0).tolist()
+        if not bad:
             state.skips = 0
             return True
         state.skips += 1
@@ -276,7 +191,7 @@ class RunFolder:
             "step": state.step + 1,
             "epoch": len(self.rows) + 1,
             "loss": str(loss),
-            "gradient_norm": None if norm is None else str(_whole(norm).item()),
+            "gradient_norm": None if norm is None else str(whole(norm).item()),
             "samples": [self.train_set.ids[i] for i in batch.tolist()],
         }
         self._agree(lambda: self._saving(lambda: self._write(NONFINITE, json.dumps(report, indent=2))))
@@ -317,7 +232,7 @@ class RunFolder:
             broadcast_object_list(ending)
         if ending[0] is not None:
             raise ending[0] if self.accelerator.is_main_process else SystemExit(preemption.SAVED)
-        self.request.number = None
+        self.request.forget(self.signal)
 
     def save(self, state: State, problem: str | None = None) -> None:
         """Write the state that a run can go on from, and keep the one before. All processes take part."""
@@ -352,8 +267,7 @@ class RunFolder:
         weights = state.evaluated()
         self._agree(lambda: self._saving(lambda: self._write_results(weights, row)))
         self.save(state)
-        if self.accelerator.is_main_process:
-            self._saving(lambda: self._write_events(weights, row))
+        self._agree(lambda: self._saving(lambda: self._write_events(weights, row)))
 
     def _write_results(self, weights: nn.Module, row: dict[str, Any]) -> None:
         info = self.train_set.info
@@ -394,29 +308,6 @@ class RunFolder:
             os.replace(temporary, self.path / name)
         finally:
             temporary.unlink(missing_ok=True)
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    """The tensor itself, or put together from its shards."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _like(value: Any, reference: Tensor) -> Any:
-    """A whole tensor sharded as the reference of its shape is; anything else as it is."""
-    if not isinstance(reference, DTensor) or not isinstance(value, Tensor) or value.shape != reference.shape:
-        return value
-    return distribute_tensor(value.to(reference.device), reference.device_mesh, reference.placements)
-
-
-def _load(module: nn.Module, stored: dict[str, Tensor]) -> None:
-    """Load a state; ValueError names the first weight that differs in name or shape."""
-    references = module.state_dict()
-    here, there = ({k: tuple(v.shape) for k, v in state.items()} for state in (references, stored))
-    differing = config.difference(here, there)
-    if differing is not None:
-        name, ours, theirs = differing
-        raise ValueError(f"{name} has shape {theirs or '(absent)'} there, {ours or '(absent)'} here")
-    module.load_state_dict({k: _like(v, references[k]) for k, v in stored.items()})
 
 
 def _reason(error: Exception) -> str:

@@ -31,7 +31,7 @@ import vitpos
 from vitpos import config, data, positions, seeds
 from vitpos.backbone.models import MODELS, is_positional
 from vitpos.config import RunConfig, TrainConfig
-from vitpos.runs import State
+from vitpos.states import State
 
 
 def start(cfg: TrainConfig) -> Accelerator:
