@@ -396,3 +396,16 @@ def test_timms_checkpoint_functions_need_no_resampling(spec, tmp_path):
     theirs.set_input_size(img_size=side((3, 5)))
     with pytest.raises(RuntimeError, match="size mismatch for pos_embed"):
         timm.models.load_checkpoint(theirs, str(tmp_path / "theirs.pth"))
+
+
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "vitpos_tiny_patch16_224_ape1d"])
+def test_a_number_of_rows_that_two_grids_have_is_asked_about(name, tmp_path):
+    """The grid of the name and the one asked for: 14 x 14 and 7 x 28."""
+    small = {"embed_dim": 36, "depth": 1, "num_heads": 3, "num_classes": 5}
+    source = timm.create_model("vit_tiny_patch16_224", img_size=(112, 448), **small).eval()
+    torch.save(source.state_dict(), tmp_path / "w.pth")
+    make = vitpos.create_model if name == "vit_tiny_patch16_224" else timm.create_model
+    with pytest.raises(ValueError, match=r"196 rows for patches and nothing says of which grid"):
+        make(name, img_size=(112, 448), **small, **overlay(tmp_path / "w.pth"))
+    square = make(name, **small, **overlay(tmp_path / "w.pth"))  # as published, which this file is not
+    assert square.position.geometry.grid == (14, 14)

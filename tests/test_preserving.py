@@ -235,6 +235,8 @@ def test_a_share_out_of_range():
     for share in (-0.1, 1.5, float("nan")):
         with pytest.raises(ValueError, match=r"lies in 0\.\.1"):
             vitpos.set_fade(model, share)
+    with pytest.raises(TypeError, match="is a number in"):
+        vitpos.set_fade(model, "a")
     with pytest.raises(ValueError, match="nothing fades in 'rpb'"):
         vitpos.set_fade(tiny("rpb"), 0.5)
     with pytest.raises(TypeError, match="no vitpos encoding"):
@@ -257,3 +259,51 @@ def test_what_fades_learns_no_more(before, tmp_path):
         table = {"pos_embed"} if before == "ape1d" else {f"position.shared.ape2d.{n}" for n in ("rows", "columns")}
         assert frozen == table
     assert all(p.requires_grad for p in vitpos.attach(model, before, preserve=False).parameters())
+
+
+def test_a_second_conversion_begins_where_the_first_ended():
+    """Also where what is new of the first must fade in the second."""
+    x = images(GRID)
+    for share in (1.0, 0.5, 0.0):
+        model = vitpos.attach(tiny("ape1d", GRID), "sincos2d", preserve=True)
+        with torch.no_grad():
+            model.position.shared["sincos2d"].gate.fill_(0.7)
+            expected = vitpos.set_fade(model, share)(x)
+            if share == 0.5:
+                with pytest.raises(ValueError, match=r"ape1d has faded to 0\.5"):
+                    vitpos.attach(model, "rope_axial", preserve=True)
+                continue
+            assert torch.equal(vitpos.attach(model, "rope_axial", preserve=True)(x), expected)
+        names = {1.0: {"ape1d", "sincos2d"}, 0.0: {"sincos2d"}}
+        assert model.position.fading == names[share]
+        assert vitpos.fade_of(model) == 1
+
+
+def test_half_precision_fades_to_nothing():
+    model = vitpos.attach(tiny("ape1d", GRID), "rope_axial", preserve=True).half()
+    x = images(GRID).half()
+    for share in (1e-4, 0.0):
+        assert vitpos.set_fade(model, share)(x).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("gated", "target"), [("rope_axial", "rope_mixed"), ("string", "rope_mixed"), ("kerple", "rpb")]
+)
+def test_a_gated_encoding_converts_exactly(gated, target):
+    model = tiny(f"gated({gated})", GRID, prefix=1)  # every parameter random, gates too
+    x = images(GRID)
+    with torch.no_grad():
+        expected = model(x)
+        assert relative_change(vitpos.convert(copy.deepcopy(model), target)(x), expected) < 1e-12
+        for encoding in model.position.encodings():
+            encoding.gate.fill_(1.0)
+        assert relative_change(vitpos.convert(model, target)(x), expected) > 1e-4
+
+
+def test_losing_what_was_learned_warns():
+    for before, pos in (("rope_mixed", "rope_mixed"), ("rpb", "rpb"), ("gated(rope_axial)", "gated(rope_axial)")):
+        with pytest.warns(vitpos.ColdSwapWarning):
+            vitpos.attach(tiny(before, GRID), pos)
+    faded = vitpos.set_fade(vitpos.attach(tiny("ape1d", GRID), "none", preserve=True), 0)
+    with pytest.warns(vitpos.ColdSwapWarning):
+        vitpos.attach(faded, "ape1d")

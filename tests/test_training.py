@@ -423,7 +423,12 @@ def test_preserving_begins_where_the_run_was_and_fades_what_it_replaces(tmp_path
     for step in range(8):
         training.set_fade(model, run.train, step, 8)
         left.append(1 - model.position.faded.item() / 65536)
-    assert left == [1.0, 0.75, 0.5, 0.25, 0.0, 0.0, 0.0, 0.0]
+    assert left == pytest.approx([1.0, 2 / 3, 1 / 3, 0.0, 0.0, 0.0, 0.0, 0.0], abs=1e-5)
+    vitpos.set_fade(model, 0.4)
+    training.set_fade(model, run.train, 0, 8)  # it does not come back
+    assert vitpos.fade_of(model) == pytest.approx(0.4, abs=1e-5)
+    training.set_fade(model, config.TrainConfig(fade=1.0), 7, 8)
+    assert vitpos.fade_of(model) == 0
     training.set_fade(before, run.train, 0, 8)  # nothing fades there
 
 

@@ -2,7 +2,7 @@
 
 from vitpos import encodings as _encodings  # noqa: F401  (registers them)
 from vitpos import names as _names  # noqa: F401  (and their names in timm's registry)
-from vitpos.backbone import ColdSwapWarning, attach, create_model, resize_policy, set_fade, set_resize
+from vitpos.backbone import ColdSwapWarning, attach, create_model, fade_of, resize_policy, set_fade, set_resize
 from vitpos.checkpoint import load, read_card, save
 from vitpos.conversions import convert
 from vitpos.encoding import Encoding, describe
@@ -16,6 +16,7 @@ __all__ = [
     "convert",
     "create_model",
     "describe",
+    "fade_of",
     "list_encodings",
     "load",
     "parse",

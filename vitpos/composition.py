@@ -108,7 +108,7 @@ class Position(nn.Module):
         for group, before in zip((self.shared, *self.layers), (other.shared, *other.layers)):
             for name in set(names) & set(group):  # type: ignore[arg-type]
                 group[name] = before[name]  # type: ignore[index]
-        if self.fading and other.fading:
+        if self.fading & other.fading:
             self.faded = other.faded
 
     def forward(self, what: str, *given: Any) -> Any:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitpos import positions
+from vitpos import easing, positions
 from vitpos.attention import PositionedAttention
 from vitpos.backbone import position_of
 from vitpos.backbone.parts import Attention
@@ -130,6 +130,8 @@ def _mixed_options(sources: Sources) -> dict[str, Any]:
 def _mixed_weights(sources: Sources) -> dict[str, Tensor]:
     (rotary,) = sources
     frequencies = rotary.frequencies(_training_grid(rotary))
+    if rotary.gate is not None:
+        frequencies = frequencies * rotary.gate.to(frequencies.dtype).view(-1, 1, 1)
     if getattr(rotary, "wrap", False):  # the weights of rope_mixed are then cycles around a side
         frequencies = (frequencies * frequencies.new_tensor(rotary.geometry.grid) / (2 * math.pi)).round()
     return {"weight": frequencies}
@@ -143,6 +145,7 @@ def _table_weights(sources: Sources) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = {}
     for bias in sources:
         given: OffsetTable = bias.bias(_training_grid(bias))
+        given = given if bias.gate is None else easing.gated(given, bias.gate)
         if not given.values.isfinite().all():
             raise ValueError(f"{bias.name} masks pairs with an infinite bias, which a learned table cannot hold")
         weights["table"] = weights.get("table", 0) + given.values.cpu()

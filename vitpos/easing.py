@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from vitpos.encoding import Angles, OffsetTable, PairBias, SeparableAngles
@@ -15,7 +16,6 @@ WHOLE = 1 << 16  # what has faded is counted in whole parts: an average of weigh
 def gated(given: Any, gate: Tensor) -> Any:
     """What an encoding returned, times its ``gate`` [h] (angles and biases) or [1] (token vectors).
 
-    >>> import torch
     >>> table = OffsetTable(torch.tensor([[[2.0]], [[4.0]]]))
     >>> gated(table, torch.tensor([0.5, 0.0])).values.flatten().tolist()
     [1.0, 0.0]
@@ -34,16 +34,18 @@ def gated(given: Any, gate: Tensor) -> Any:
 
 def left(faded: Tensor, like: Tensor) -> Tensor:
     """The share, 1 to 0, that is left of what fades, in the dtype of ``like``."""
-    return 1 - faded.to(like.dtype) / WHOLE
+    exact = torch.promote_types(like.dtype, torch.float32)  # WHOLE is beyond float16
+    return (1 - faded.to(exact) / WHOLE).to(like.dtype)
 
 
 def parts(share: float) -> int:
     """``faded`` at which this share is left. ValueError unless it lies in 0..1.
 
-    >>> import torch
     >>> parts(1.0), parts(0.0), left(torch.tensor(parts(0.25)), torch.ones(1)).item()
     (0, 65536, 0.25)
     """
+    if not isinstance(share, (int, float)):
+        raise TypeError(f"the share that is left of a fading encoding is a number in 0..1, got {share!r}")
     if not 0 <= share <= 1:
         raise ValueError(f"the share that is left of a fading encoding lies in 0..1, got {share!r}")
     return round((1 - share) * WHOLE)

@@ -18,7 +18,7 @@ from timm.models import build_model_with_cfg, get_model_args, get_pretrained_cfg
 from torch import Tensor, nn
 
 from vitpos.backbone import attach, create_model, position_of
-from vitpos.backbone.loading import find_weights, source_grid, without_sizes
+from vitpos.backbone.loading import find_weights, source_grid, without_loading, without_sizes
 from vitpos.hub import BASES, GENERIC, backbone_args, describe_for_timm, timm_name
 from vitpos.spec import list_encodings, lookup, parse
 
@@ -123,8 +123,11 @@ def _build(name: str, architecture: str, pos: str, pretrained: bool, **kwargs: A
         weights = find_weights(name, {**kwargs, "pretrained": True})
         if weights is not None and (weights.tables or weights.grid):
             with torch.device("meta"):
-                bare = {key: value for key, value in without_sizes(kwargs).items() if key not in _SOURCES}
-                given["grid"] = source_grid(weights, timm.create_model(architecture, **bare))
+                made: Any = [
+                    timm.create_model(architecture, **{k: v for k, v in args.items() if k not in _SOURCES})
+                    for args in (without_sizes(kwargs), without_loading(kwargs))
+                ]
+                given["grid"] = source_grid(weights, made[0], tuple(made[1].patch_embed.grid_size))
     model = build_model_with_cfg(
         partial(rebuild, architecture, saved if pretrained else pos, **given),
         name,

@@ -96,9 +96,14 @@ def _begin_from(path: Path, run: RunConfig, info: data.Info) -> nn.Module:
 
 
 def set_fade(model: Any, cfg: TrainConfig, step: int, steps: int) -> None:
-    """What is left of fading encodings falls linearly, from all of it before the first step to nothing."""
+    """What is left of fading encodings falls linearly, from all of it to nothing at the end of ``cfg.fade``.
+
+    It never rises, so that a model whose encodings have faded in part begins where it was.
+    """
     if model.position.fading:
-        vitpos.set_fade(model, max(0.0, 1 - step / (cfg.fade * steps)) if cfg.fade else 0.0)
+        last = round(cfg.fade * steps) - 1
+        share = 1 - step / last if step < last else 0.0
+        vitpos.set_fade(model, min(share, vitpos.fade_of(model)))
 
 
 def create_optimizer(model: Any, cfg: TrainConfig) -> torch.optim.Optimizer:

@@ -18,7 +18,7 @@ from vitpos.backbone.models import (
     VisionTransformerDistilled,
     VisionTransformerRelPos,
 )
-from vitpos.backbone.preserving import set_fade
+from vitpos.backbone.preserving import fade_of, set_fade
 from vitpos.backbone.resizing import position_of, resize_policy, set_resize
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "VisionTransformerRelPos",
     "attach",
     "create_model",
+    "fade_of",
     "position_of",
     "resize_policy",
     "set_fade",

@@ -18,7 +18,7 @@ from vitpos.backbone.loading import Weights, find_weights, source_grid, take_tab
 from vitpos.backbone.models import BLOCKS, MODELS
 from vitpos.backbone.native import OWN, ROTARY
 from vitpos.backbone.parts import PARTS, PATCH_EMBEDS, attentions_of, not_a_multiple
-from vitpos.backbone.preserving import begin, changed, freeze_fading, preserved
+from vitpos.backbone.preserving import begin, changed, freeze_fading, preserved, redrawn
 from vitpos.composition import Position, check_combination, flat_tables
 from vitpos.encoding import Geometry
 from vitpos.hub import describe_for_timm
@@ -129,8 +129,11 @@ def _sizes(
             f"{weights.where} holds {weights.encoding} of a vitpos encoding, for which timm's {name} has no place; use "
             "vitpos.load for a file of vitpos.save, else load_state_dict of a model with the encoding"
         )
-    grid = source_grid(weights, nominal, None if given is None else (given[0], given[1]))
     patch = asked.patch_embed
+    stated = None if given is None else (given[0], given[1])
+    folder = ":" in name  # whose configuration says the grid of its weights
+    other = nominal.patch_embed if folder else patch
+    grid = source_grid(weights, nominal, tuple(other.grid_size), stated)
     if tuple(patch.grid_size) == grid or not flat_tables(nominal.state_dict()):
         return None, None
     return patch.img_size, tuple(cells * step for cells, step in zip(grid, patch.feat_ratio(as_scalar=False)))
@@ -148,10 +151,11 @@ def attach(model: nn.Module, pos: str | Spec, *, preserve: bool | None = None) -
     leaves its rows for class and register tokens in those tokens. ``ape1d`` keeps the model's table.
 
     With ``preserve=True`` the model computes what it did, to the last bit where q and k rotate and to rounding where
-    the logits get a bias, and is fine-tuned from there: a new encoding begins at zero (its weights, or a gate: the
-    spec then says ``gated``), what was added to the tokens stays and is ``fading``, until ``set_fade`` has taken it
-    away. ``docs/encodings`` lists how each encoding begins, and which cannot. Without it a trained model must be
-    fine-tuned before it is of use: a ``ColdSwapWarning`` says so, unless ``preserve=False`` says that this is meant.
+    the logits get a bias (with ``logn``, on the training grid), and is fine-tuned from there: a new encoding begins at
+    zero (its weights, or a gate: the spec then says ``gated``), what was added to the tokens stays and is ``fading``,
+    until ``set_fade`` has taken it away. ``docs/encodings`` lists how each encoding begins, and which cannot. Without
+    it a trained model must be fine-tuned before it is of use: a ``ColdSwapWarning`` says so, unless ``preserve=False``
+    says that this is meant.
 
     Raises TypeError for a model of a kind that is not served, with the class that is in the way and why; ValueError
     for a spec that makes no sense or does not fit the model. Nothing is then changed.
@@ -183,6 +187,8 @@ def _attach(model: Any, spec: Spec, trained: bool, preserve: bool | None) -> Non
     with weight.device:
         position = Position(spec, geometry, own).to(weight.dtype)  # may refuse: the model is still as it was
 
+    before = getattr(model, "position", None)
+    anew = kept is None and before is not None and redrawn(before, position)
     if kept is not None:
         position.adopt(kept, set(kept.spec.names) & set(position.spec.names))
     if preserve:
@@ -202,7 +208,7 @@ def _attach(model: Any, spec: Spec, trained: bool, preserve: bool | None) -> Non
     freeze_fading(model)
     model.position.train(model.training)
     describe_for_timm(model)
-    if trained and preserve is None and changed(found, spec.terms):
+    if trained and preserve is None and (anew or changed(found, spec.terms)):
         had = " + ".join(map(str, found))
         warnings.warn(
             f"{type(model).__name__} had {had} and has {spec} now: it computes something else, so fine-tune it before "

@@ -136,11 +136,12 @@ def _image_size(args: Any) -> Extent | None:
     return None if not size else (size, size) if isinstance(size, int) else (size[-2], size[-1])
 
 
-def source_grid(weights: Weights | None, nominal: Any, given: Extent | None = None) -> Extent:
+def source_grid(weights: Weights | None, nominal: Any, asked: Extent, given: Extent | None = None) -> Extent:
     """The grid (H, W), in patches, of the tables in ``weights``.
 
     ``nominal`` is a model of the name that the weights are for, at its own size: what is published under the name has
-    its grid (``weights`` is then None), and so has a file with as many rows. ``given`` is what the caller says.
+    its grid (``weights`` is then None), and so has a file with as many rows, unless the grid that is ``asked`` for has
+    as many too. ``given`` is what the caller says.
 
     Raises ValueError where nothing says it, or two things say it differently.
     """
@@ -159,7 +160,8 @@ def source_grid(weights: Weights | None, nominal: Any, given: Extent | None = No
         axis = 1 if name.endswith("pos_embed") else 0
         if name in own:
             count = table.shape[axis] - own[name].shape[axis] + _rows(name, published)
-            if count != _rows(name, grid):
+            either = not (given or said) and asked != grid and count == _rows(name, asked)
+            if either or count != _rows(name, grid):
                 raise ValueError(_unknown(name, count, weights.where, given or said))  # type: ignore[union-attr]
     return grid
 

@@ -42,6 +42,12 @@ def preserved(spec: Spec, found: Sequence[Term], kept: Position | None) -> Spec:
                 f"fade. Keep it beside the new one (native + {spec}) or see vitpos.convert"
             )
         terms.append(replace(term, modifier="fading"))
+    fading = {term.name for term in terms if term.modifier == "fading"}
+    if kept is not None and kept.fading & fading and fading - kept.fading and _share(kept) < 1:
+        raise ValueError(
+            f"{', '.join(sorted(kept.fading & fading))} has faded to {_share(kept):g} and {', '.join(sorted(fading))} "
+            "would fade together from there; set_fade(model, 0) first drops the one, set_fade(model, 1) restores it"
+        )
     return Spec(tuple(terms)) if terms else spec
 
 
@@ -71,12 +77,18 @@ def changed(found: Sequence[Term], terms: Sequence[Term]) -> bool:
     def effective(every: Sequence[Term]) -> set[str]:
         """The encodings, whatever the options of ``ape1d``, less those without effect on the training grid."""
         return {
-            term.name if term.name == "ape1d" else term.resolved
+            f"{term.modifier} {term.name}" if term.name == "ape1d" else term.resolved
             for term in every
             if term.name == "native" or not set(lookup(term.name).sites()) <= {"scale"}
         }
 
     return effective(found) != effective(terms)
+
+
+def redrawn(before: Position, after: Position) -> bool:
+    """Whether something that was learned in encodings of ``before`` is begun anew in ``after``."""
+    names = {encoding.name for encoding in after.encodings()}
+    return any(encoding.name in names and any(True for _ in encoding.parameters()) for encoding in before.encodings())
 
 
 def set_fade(model: nn.Module, share: float) -> nn.Module:
@@ -87,14 +99,20 @@ def set_fade(model: nn.Module, share: float) -> nn.Module:
     ``ModelEmaV3``), not averaged. At 0, ``attach(model, spec, preserve=True)`` drops what has faded.
 
     Raises ValueError for a share outside 0..1 or a model in which nothing fades, TypeError for one without an
-    encoding of vitpos.
+    encoding of vitpos or a share that is no number.
     """
-    position = position_of(model)
-    if not position.fading:
-        raise ValueError(f"nothing fades in {str(position.spec)!r}; attach(model, spec, preserve=True) makes it so")
-    position.faded.fill_(easing.parts(share))
+    fade_of(model)  # may refuse
+    position_of(model).faded.fill_(easing.parts(share))
     return model
 
 
+def fade_of(model: nn.Module) -> float:
+    """How much is left, 1 to 0, of the encodings of a model that fade. ValueError where none does."""
+    position = position_of(model)
+    if not position.fading:
+        raise ValueError(f"nothing fades in {str(position.spec)!r}; attach(model, spec, preserve=True) makes it so")
+    return _share(position)
+
+
 def _share(position: Position) -> float:
-    return easing.left(position.faded, torch.ones((), device=position.faded.device)).item()
+    return 1 - position.faded.item() / easing.WHOLE
