@@ -163,6 +163,18 @@ def test_timms_optimizers_learn(name):
     assert torch.equal(model.pos_embed, before), "its rate is 0"
 
 
+def test_muon_leaves_tables_of_positions_to_adam():
+    model = training.create_model(run_config("ape1d"), INFO)
+    optimizer = training.create_optimizer(model, config.TrainConfig(optimizer="muon", lr=1e-3))
+    model(torch.rand(8, 1, 24, 24)).logsumexp(1).sum().backward()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer.step()
+    steps = {name: (p.detach() - before[name]).abs() for name, p in model.named_parameters()}
+    torch.testing.assert_close(steps["pos_embed"], torch.full_like(before["pos_embed"], 1e-3), rtol=0.2, atol=0)
+    other = steps["blocks.0.attn.proj.weight"]
+    assert other.std() > 0.3 * other.mean(), "the control: Adam's first step is as large for each number"
+
+
 def test_optimizer_that_cannot_be_built():
     model = training.create_model(run_config(), INFO)
     with pytest.raises(ValueError, match=r"^timm cannot build train.optimizer=bnbadamw: "):

@@ -120,6 +120,8 @@ def create_optimizer(model: Any, cfg: TrainConfig) -> torch.optim.Optimizer:
         groups = param_groups_layer_decay(model, layer_decay=cfg.layer_decay, **told)
     groups = [{**g, "params": [p for p in g["params"] if id(p) not in ours]} for g in groups]
     groups.append({"params": positional, "weight_decay": 0.0, "lr_scale": cfg.pos_lr_mult})
+    if "muon" in cfg.optimizer:  # tables of positions are no maps between features, to be made orthogonal: Adam's
+        groups[-1]["use_fallback"] = True
     options: Any = {"betas": (cfg.betas[0], cfg.betas[1])} if get_optimizer_info(cfg.optimizer).has_betas else {}
     if cfg.optimizer in ("adam", "adamw"):
         options["fused"] = True
