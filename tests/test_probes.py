@@ -90,7 +90,9 @@ def test_constant_classifier_is_consistent_and_at_chance():
 def test_always_right_model_is_right_everywhere():
     out, _ = results(Brightness(), translation={"variants": ["canvas", "crop", "circular"], "steps": 1})
     for variant in ("canvas", "circular"):
-        for group in out["probes"]["translation"]["variants"][variant].values():
+        for name in ("patch", "subpatch", "phase"):
+            group = out["probes"]["translation"]["variants"][variant][name]
+            assert group["every"]["value"] == 1
             assert group["mean"]["value"] == group["worst"]["value"] == 1
     for kind in out["probes"]["resolution"]["kinds"].values():
         assert all(row["accuracy"]["value"] == 1 for row in kind["rows"] if min(row["scale"]) >= 1)

@@ -99,7 +99,7 @@ def setup(run: Run) -> dict[str, Any]:
             f"{variant}, {name}": entry["shifts"]
             for variant, found in translation.get("variants", {}).items()
             for name, entry in found.items()
-            if name != "not_applicable"
+            if "shifts" in entry
         },
     }
 

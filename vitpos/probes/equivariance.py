@@ -36,9 +36,9 @@ from torch import Tensor
 from vitpos import positions, stats
 from vitpos.probes import Arrays, NotApplicable, Subject, register
 from vitpos.probes._exact import certificate, relative_change, verdict
+from vitpos.probes._shifts import circular_shift, crop_shift, patch_shifts
 from vitpos.probes._views import View, curves, table
 from vitpos.probes.shuffle import orders, shuffle_blocks
-from vitpos.probes.translation import circular_shift, crop_shift, patch_shifts
 
 WHOLE, FRACTIONAL = (1.0, -2.0), (0.37, -1.61)  # what is added to all coordinates (y, x)
 WORDS = {

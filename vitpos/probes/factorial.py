@@ -38,8 +38,8 @@ from numpy.typing import NDArray
 
 from vitpos import positions, stats
 from vitpos.probes import Arrays, NotApplicable, Subject, register
+from vitpos.probes._shifts import crop_shift
 from vitpos.probes._views import View, curves, maps, table
-from vitpos.probes.translation import crop_shift
 
 SIZES = (0.25, 0.5, 0.75, 1.0, 2.0)  # of the offsets in patches, along either axis
 EFFECTS = ("ordinary", "following", "encoding", "coordinates")  # those that compare decisions
