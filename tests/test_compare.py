@@ -237,7 +237,8 @@ def test_latex_escapes_what_it_would_read(found):
     )
 
 
-def test_page_has_the_comparison_first_and_no_request(results, found):
+def test_page_has_the_comparison_first_and_no_request(results, found, monkeypatch):
+    monkeypatch.setattr(report, "drawings", lambda *_: [])
     text = report.to_html(results)
     page = Page(text)
     assert page.fetched == []

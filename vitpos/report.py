@@ -365,7 +365,9 @@ def print_table(results: dict[str, Any], console: Console | None = None) -> None
         for run in group.runs:
             trained = f"trained {run['placement']}" if group.placed and run["placement"] else ""
             below = ", ".join(filter(None, (trained, f"seed {run['seed']}" if seeds else "")))
-            table.add_row(_console_lines([base_name(run), below]), *(_console_cell(column.pick(run)) for column in group.columns))
+            table.add_row(
+                _console_lines([base_name(run), below]), *(_console_cell(column.pick(run)) for column in group.columns)
+            )
         console.print(table)
         _print_lines((*legend(group), *certificates(group), *remarks(group)), console)
         for shown in views(group, "table"):
