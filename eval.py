@@ -2,6 +2,7 @@
 
 python eval.py checkpoint=RUN                          one run folder, or a .safetensors file
 python eval.py runs=FOLDER                             every run below it, side by side in one table and report
+python eval.py results=FOLDER                          the same again from stored decisions, without models
 python eval.py model=TIMM_NAME [pretrained=true] data=folder data.root=...     a model not trained here
 
 What can be set: configs/eval.yaml; each probe's own options: vitpos/probes/. What is written: docs/results.md.
@@ -16,7 +17,7 @@ import hydra
 from omegaconf import DictConfig
 from rich.console import Console
 
-from vitpos import cli, evaluation, probes, report
+from vitpos import cli, evaluation, probes, report, stored
 
 COMMAND = shlex.join(["python", Path(__file__).name, *sys.argv[1:]])
 
@@ -29,10 +30,14 @@ def main(cfg: DictConfig) -> None:
     device = evaluation.device(cfg)
     options = evaluation.options(cfg)
     models, out = evaluation.select(cfg, device)
-    about = {"schema": report.SCHEMA, "provenance": evaluation.provenance(COMMAND, cfg, device)}
+    provenance = evaluation.provenance(COMMAND, cfg, device)
+    about = {"schema": report.SCHEMA, "provenance": provenance}
 
     # each model: per-image decisions, then numbers from those alone
-    runs, stored = [], []
+    runs, decided = [], []
+    if cfg.results is not None:
+        runs, decided, origin = stored.read(evaluation.roots_of("results", cfg.results))
+        provenance.update(origin)
     with evaluation.progress() as track:
         for load, folder in models:
             source = load()
@@ -46,12 +51,12 @@ def main(cfg: DictConfig) -> None:
             if len(models) > 1:
                 report.save({**about, "runs": [run]}, folder, page=False, predictions=evaluation.pack(decisions))
             runs.append(run)
-            stored.append(decisions)
+            decided.append(decisions)
 
-    # all of them side by side
-    evaluation.add_differences(runs, stored, report.baselines(runs))
-    results = {**about, "runs": runs}
-    report.save(results, out, predictions=evaluation.pack(stored[0]) if len(models) == 1 else None)
+    # all of them side by side, and encodings over their seeds
+    evaluation.add_differences(runs, decided, report.baselines(runs))
+    results = evaluation.add_comparison({**about, "runs": runs}, decided, cfg)
+    report.save(results, out, predictions=evaluation.pack(decided[0]) if len(models) == 1 else None)
     report.print_table(results, Console(width=None if sys.stdout.isatty() else 100))
     print(f"report: {out / 'report.html'}")
 

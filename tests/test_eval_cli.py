@@ -3,6 +3,7 @@
 import json
 import re
 import runpy
+import shutil
 import sys
 from pathlib import Path
 
@@ -133,6 +134,56 @@ def test_only_equal_images_are_compared(tmp_path, evaluate):
     assert re.search(r"runs=.* one run's results and all of them; give out=FOLDER", err)
 
 
+@pytest.fixture
+def sweep(tmp_path):
+    for pos in ("none", "rope_axial"):
+        for seed in (0, 1):
+            make_run(tmp_path / "sweep" / f"{pos}{seed}", pos, seed=seed)
+    return tmp_path / "sweep"
+
+
+def test_encodings_are_compared_over_seeds_and_again_without_models(sweep, tmp_path, evaluate, monkeypatch):
+    for folder in sweep.iterdir():
+        (folder / "config.yaml").write_text("pos: x\nseed: 7\nout: y\ninit: null\ntrain: {lr: 0.1, threads: 3}\n")
+    quick = ("images=12", "probes=[translation]", "translation.subpatch=false")
+    code, out, err = evaluate(f"runs={sweep}", *quick, "compare.margin=0.5")
+    assert code == 0, err
+    assert "encodings, over seeds and 12 test images" in out
+    first = report.read(sweep / "eval" / "results.json")
+    (found,) = first["comparison"]
+    assert [(row["encoding"], row["seeds"]) for row in found["rows"]] == [("rope_axial", [0, 1]), ("none", [0, 1])]
+    assert (found["baseline"], found["margin"], found["tests"]) == ("none", 0.5, 4)
+    assert first["runs"][0]["recipe"] == {"init": False, "train": {"lr": 0.1}}
+    rows = [row for run in first["runs"] for row in run.get("difference_to_none", {}).get("rows", [])]
+    assert all(row["difference"]["p"] <= row["difference"]["p_holm"] <= 1 for row in rows)
+    for name in ("table.csv", "table.tex", "table.md", "report.html"):
+        assert "rope" in (sweep / "eval" / name).read_text()
+
+    monkeypatch.setattr("vitpos.load", lambda *_, **__: pytest.fail("a model was loaded"))
+    code, _, err = evaluate(f"results={sweep}", f"out={tmp_path / 'again'}", "compare.margin=0.5")
+    assert code == 0, err
+    again = report.read(tmp_path / "again" / "results.json")
+    assert again["comparison"] == first["comparison"]
+    assert again["runs"] == first["runs"]
+    assert len(again["provenance"]["recomputed_from"]) == 4
+    code, out, _ = evaluate(f"results={sweep}", f"out={tmp_path / 'again'}", "compare.baseline=rope_axial",
+                            "compare.metrics=accuracy")  # fmt: skip
+    assert code == 0
+    (other,) = report.read(tmp_path / "again" / "results.json")["comparison"]
+    assert (other["baseline"], len(other["metrics"])) == ("rope_axial", 1)
+    # Other decisions of the same run are not mixed with these.
+    own = sweep / "none0" / "eval"
+    shutil.copytree(own, sweep / "copy")
+    with np.load(own / "predictions.npz") as file:
+        changed = dict(file) | {"plain/pred": (file["plain/pred"] + 1) % 10}
+    code, _, _ = evaluate(f"results={sweep}", f"out={tmp_path / 'again'}")
+    assert code == 0  # a copy counts once
+    (sweep / "copy" / "predictions.npz").write_bytes(evaluation.pack(changed))
+    code, _, err = evaluate(f"results={sweep}", f"out={tmp_path / 'again'}")
+    assert code == 2
+    assert "different decisions of none0" in err
+
+
 def test_out_holds_all_of_one_evaluation(tmp_path, evaluate):
     run = make_run(tmp_path / "run", "rope_axial")
     assert evaluate(f"checkpoint={run}", *QUICK)[0] == 0
@@ -205,6 +256,12 @@ def test_timm_models_by_name(tmp_path, evaluate):
         (["checkpoint=nowhere"], "no such file"),
         (["checkpoint=."], "holds no last.safetensors"),
         (["runs=nowhere"], "no such folder"),
+        (["results=nowhere"], "results=nowhere: no such folder"),
+        (["results=."], "no predictions.npz below it"),
+        (["results=.", "runs=."], "got runs and results"),
+        (["results="], "results= is empty"),
+        (["checkpoint={run}", "compare.margin=abc"], "compare.margin='abc' is str, expected float or int or null"),
+        (["checkpoint={run}", "compare.marign=1"], "did you mean compare.margin"),
         (["runs=."], "no run folder below"),
         (["checkpoint=x", "model=y"], "give one of"),
         (["model=vit_tiny_patch16_224"], "data=digits"),

@@ -1,5 +1,7 @@
 """Intervals over seeds and images: worked by hand, dual to their tests, and covering what they say."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -149,3 +151,16 @@ def test_equivalence_is_wrongly_claimed_at_the_margin_in_one_of_twenty():
     assert claimed.mean() < 0.08
     inside = hierarchy.equivalent(hierarchy.paired(table[:, 0], table[:, 1]), 0.15) < 0.05
     assert inside.mean() > 0.5
+
+
+@pytest.mark.slow
+def test_the_documented_table_is_what_the_simulation_gives():
+    """Some minutes. What lies outside of 93 to 97% is named in the text below the table."""
+    text = (Path(__file__).parents[1] / "docs" / "statistics.md").read_text()
+    lines = list(coverage.table())
+    assert "".join(lines) in text
+    for line in lines[2:]:
+        name, _, *shares = [part.strip() for part in line.strip("|\n").split("|")]
+        for share in shares if "not to be done" not in name else []:
+            assert float(share) >= 93, line
+            assert float(share) <= 97 or "at least" in name or f"{share}" in text.split("Outside of 93 to 97%")[1], line

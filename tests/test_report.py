@@ -6,77 +6,13 @@ import html
 import io
 import json
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from madeup import SHIFTS, Page, changed, interval, results, run
 from rich.console import Console
 
 from vitpos import report, stats
-
-SHIFTS = [[y, x] for y in (0, 4, 8) for x in (0, 4, 8)]
-
-
-def interval(value, n=100):
-    return stats.accuracy([1] * round(value * n) + [0] * (n - round(value * n))).as_dict()
-
-
-def translation(levels, variant="canvas"):
-    group = {
-        "shifts": SHIFTS,
-        "accuracy": [interval(v) for v in levels],
-        "mean_shifted": interval(sum(levels[1:]) / 8),
-        "worst": interval(min(levels)) | {"shifts": [[8, 8], [8, 8]]},
-        "consistency": {"pairwise": interval(0.5), "vs_reference": interval(0.6)},
-        "by_distance": [{"distance": d, "shifts": 1, "accuracy": interval(v)} for d, v in zip((0, 4, 8), levels)],
-        "logit_change": {
-            "largest": 3e-6,
-            "decisions": 800,
-            "differing_decisions": 2,
-            "images_with_a_difference": 1,
-        },
-    }
-    subpatch = {**group, "by_distance": group["by_distance"][:2]}
-    return {
-        "definitions": {"worst": "a definition"},
-        "patch_size": [4, 4],
-        "variants": {variant: {"patch": group, "subpatch": subpatch}},
-    }
-
-
-def resolution(kind="canvas"):
-    rows = [
-        {"size": [s, s], "scale": [s / 24] * 2, "policy": "extrapolate", "accuracy": interval(v)}
-        for s, v in ((24, 0.9), (36, 0.61), (48, 0.37))
-    ]
-    return {"definitions": {kind: "another"}, "kinds": {kind: {"rows": rows}}}
-
-
-def run(encoding, placement="home", seed=0, variant="canvas", kind="canvas", data="digits"):
-    levels = [0.9] * 9 if encoding == "none" else [0.95 - 0.1 * i for i in range(9)]
-    return {
-        "label": f"{encoding}-{placement}",
-        "encoding": encoding,
-        "placement": placement,
-        "seed": seed,
-        "epochs": 3,
-        "architecture": "vit_tiny_patch16_224",
-        "parameters": 123456,
-        "checkpoint": "runs/x/last.safetensors",
-        "trained": True,
-        "data": {"name": data},
-        "image_size": [24, 24],
-        "images": 100,
-        "majority_class": 0.1,
-        "accuracy": interval(0.93),
-        "probes": {"translation": translation(levels, variant), "resolution": resolution(kind)},
-    }
-
-
-def results(*runs):
-    about = {"command": "python eval.py runs=runs", "versions": {"torch": "2.9"}}
-    return {"schema": report.SCHEMA, "provenance": about, "runs": list(runs)}
-
 
 RESULTS = results(
     run("none"), run("sincos2d", "uniform"), run("rope_axial(theta=50.0) + ape1d"), run("sincos2d"), run("ape1d")
@@ -141,16 +77,6 @@ def test_runs_measured_differently_do_not_share_a_table():
     assert groups[0].columns[0].title == "accuracy"
     assert "shifted (crop)" in printed(mixed)
     assert not report.certificates(groups[0])  # cut-off content is no invariance
-
-
-def changed(one, path, value):
-    one = copy.deepcopy(one)
-    *parents, last = path.split(".")
-    target = one
-    for key in parents:
-        target = target[key]
-    target[last] = value
-    return one
 
 
 CANVAS = "probes.translation.variants.canvas"
@@ -269,7 +195,7 @@ def test_a_folder_holds_one_evaluation(tmp_path):
     bare = run("ape1d") | {"probes": {}}
     report.save(results(bare), tmp_path, page=False)
     assert sorted(p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*.*")) == [
-        "figures/mine.png", "predictions.npz", "results.json", "table.md",
+        "figures/mine.png", "predictions.npz", "results.json", "table.csv", "table.md", "table.tex",
     ]  # fmt: skip
     report.save(results(bare, bare), tmp_path, page=False)
     assert not (tmp_path / "predictions.npz").exists()  # of one run; these are two
@@ -319,30 +245,9 @@ def test_files(tmp_path, variant, kind):
     result = results(run("none", variant=variant, kind=kind), run("ape1d", variant=variant, kind=kind))
     written = {path.relative_to(tmp_path).as_posix() for path in report.save(result, tmp_path)}
     figures = {f"figures/{name}.png" for name in ("position", "shift", f"resolution-{kind}")}
-    assert written == {"results.json", "report.html", "table.md"} | figures
+    assert written == {"results.json", "report.html", "table.md", "table.csv", "table.tex"} | figures
     assert report.read(tmp_path / "results.json") == result
     assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in figures)
-
-
-class Page(HTMLParser):
-    """Collects ids, and everything that a browser would fetch or run."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.ids, self.fetched, self.text = [], [], []
-        self.feed(text)
-
-    def handle_starttag(self, tag, attrs):
-        for name, value in attrs:
-            if name == "id":
-                self.ids.append(value)
-            outside = name in ("src", "href", "xlink:href", "srcset", "data") and not (value or "").startswith("#")
-            if outside or name.startswith("on") or tag in ("script", "link", "iframe", "object"):
-                self.fetched.append((tag, name, value))
-
-    def handle_data(self, data):
-        self.text.append(data)
-        self.fetched += re.findall(r"@import.*|url\((?!#)[^)]*\)", data)
 
 
 @pytest.fixture(scope="module")
@@ -353,7 +258,14 @@ def page_text():
 def test_page_is_self_contained_and_complete(page_text):
     page = Page(page_text)
     assert page.fetched == []
-    assert Page('<img src="https://example.com/x.png"><script></script>').fetched  # the check can fail
+    assert page.scripts == 1  # the one that sorts tables
+    for text in (
+        '<img src="https://example.com/x.png">',
+        '<script src="x.js">',
+        '<link href="x">',
+        '<b onclick="x()">',
+    ):
+        assert Page(text).fetched  # the check can fail
     assert Page("<style>a { background: url(x.png) }</style>").fetched
     assert len(page.ids) == len(set(page.ids)) > 0
     text = " ".join(" ".join(page.text).split())
@@ -365,7 +277,8 @@ def test_page_is_self_contained_and_complete(page_text):
 
 def test_page_escapes_what_it_shows():
     page = report.to_html(results(run("x<script>alert(1)</script>")))
-    assert "<script" not in page
+    assert Page(page).scripts == 1
+    assert "alert(1)</script>" not in page
     assert html.escape("x<script>") in page
 
 
@@ -424,7 +337,7 @@ def test_report_imports_no_torch_and_no_model_code():
         elif isinstance(node, ast.ImportFrom):
             found.add((node.module or "").split(".")[0])
     assert "matplotlib" in found
-    assert not found & {"torch", "timm", "torchvision", "kornia", "vitpos"}
+    assert not found & {"torch", "timm", "torchvision", "kornia"}  # of vitpos: tests/test_imports.py
 
 
 def shown_run(encoding, level):

@@ -1,4 +1,4 @@
-"""Tests of differences, worked by hand and against statsmodels; places that hold for all encodings at once."""
+"""Tests of differences, worked by hand and against statsmodels; ranks that hold for all encodings at once."""
 
 import numpy as np
 import pytest

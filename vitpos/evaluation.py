@@ -25,6 +25,7 @@ import numpy as np
 import timm
 import timm.data
 import torch
+import yaml
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
@@ -32,8 +33,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import nn
 
 import vitpos
-from vitpos import data, probes
+from vitpos import compare, data, probes, significance
 from vitpos.composition import Position
+from vitpos.config import MOVABLE
 from vitpos.spec import nearest
 
 WEIGHTS = "last.safetensors"
@@ -41,7 +43,9 @@ KINDS: dict[str, tuple[type, ...]] = {  # of the keys of configs/eval.yaml
     "checkpoint": (str, type(None)), "runs": (str, type(None)), "timm_model": (str, type(None)),
     "pretrained": (bool,), "model_args": (dict, type(None)), "out": (str, type(None)),
     "probes": (list, str, type(None)), "images": (int,), "batch_size": (int,), "device": (str,),
-    "threads": (int, type(None)), "data": (dict,),
+    "threads": (int, type(None)), "data": (dict,), "results": (str, type(None)), "compare": (dict,),
+    "compare.baseline": (str, type(None)), "compare.metrics": (list, str, type(None)),
+    "compare.margin": (float, int, type(None)),
 }  # fmt: skip
 WORDS = {"timm_model": "model"}  # keys that the command line calls otherwise
 PACKAGES = ("torch", "timm", "numpy", "scipy", "statsmodels")
@@ -86,7 +90,8 @@ def check(cfg: DictConfig) -> None:
     """Refuse values of the wrong type or out of their range: TypeError or ValueError, naming the key."""
     values: Any = OmegaConf.to_container(cfg, resolve=True)
     for key, kinds in KINDS.items():
-        name, value = WORDS.get(key, key), values[key]
+        group, _, leaf = key.rpartition(".")
+        name, value = WORDS.get(key, key), (values[group] if group else values)[leaf]
         if type(value) not in kinds:
             wanted = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
             raise TypeError(f"{name}={value!r} is {type(value).__name__}, expected {wanted}")
@@ -142,11 +147,15 @@ def select(cfg: DictConfig, device: str) -> tuple[list[tuple[Callable[[], Source
 
     Models are loaded one at a time. Everything that can be refused without loading is refused here.
     """
-    keys = {"checkpoint": "checkpoint", "runs": "runs", "model": "timm_model"}
+    keys = {"checkpoint": "checkpoint", "runs": "runs", "model": "timm_model", "results": "results"}
     given = [name for name, key in keys.items() if cfg[key] is not None]
     if len(given) != 1:
         found = " and ".join(given) or "none"
-        raise ValueError(f"give one of checkpoint=RUN, runs=FOLDER, model=TIMM_NAME; got {found}")
+        raise ValueError(f"give one of checkpoint=RUN, runs=FOLDER, model=TIMM_NAME, results=FOLDER; got {found}")
+    if given == ["results"]:
+        out = Path(cfg.out or roots_of("results", cfg.results)[0] / "eval")
+        claim(out, f"out={out}")
+        return [], out
     images: dict[str, Any] = OmegaConf.to_container(cfg.data, resolve=True)  # type: ignore[assignment]
     if given == ["model"]:
         args: Any = {} if cfg.model_args is None else OmegaConf.to_container(cfg.model_args, resolve=True)
@@ -163,7 +172,7 @@ def select(cfg: DictConfig, device: str) -> tuple[list[tuple[Callable[[], Source
         paths = find_runs(cfg.runs) if given == ["runs"] else [Path(cfg.checkpoint)]
         labels = _labels(paths)
         folders = [weights_of(path)[1] for path in paths]
-        default = roots_of(cfg.runs)[0] / "eval" if given == ["runs"] else folders[0]
+        default = roots_of("runs", cfg.runs)[0] / "eval" if given == ["runs"] else folders[0]
         out = Path(cfg.out or default)
         if len(paths) == 1:
             folders = [out]
@@ -203,7 +212,7 @@ def _slug(text: str) -> str:
 
 def _apart(labels: list[str]) -> list[str]:
     """Names of folders, one a label, none alike and none that a report uses itself."""
-    taken = {"figures", "results.json", "table.md", "report.html"}
+    taken = {"figures", "results.json", "table.md", "table.csv", "table.tex", "report.html"}
     names = []
     for label in map(_slug, labels):
         name = next(n for i in itertools.count(1) if (n := label if i == 1 else f"{label}-{i}") not in taken)
@@ -291,21 +300,41 @@ def pack(decisions: Mapping[str, np.ndarray]) -> bytes:
 def add_differences(
     runs: list[dict[str, Any]], decisions: list[Mapping[str, np.ndarray]], baselines: Sequence[int | None]
 ) -> None:
-    """Give each run its paired difference to its baseline, a run by index (`report.baselines`)."""
+    """Give each run its paired difference to its baseline, a run by index (`report.baselines`), with McNemar's p, and p
+    corrected for all of them together (Holm)."""
     for run, own, base in zip(runs, decisions, baselines):
         if base is not None and (rows := probes.differences(own, decisions[base])):
             other = runs[base]
             about = {key: other[key] for key in ("placement", "seed", "checkpoint")}
             run["difference_to_none"] = {"baseline": other["label"], **about, "rows": rows}
+    tested = [row["difference"] for run in runs for row in run.get("difference_to_none", {}).get("rows", [])]
+    for difference, p in zip(tested, significance.holm([difference["p"] for difference in tested])):
+        difference["p_holm"] = float(p)
 
 
-def roots_of(folders: str) -> list[Path]:
-    """The folders that runs= names, parted by commas; a comma belongs to a name where such a folder exists."""
+def add_comparison(
+    results: dict[str, Any], decisions: Sequence[Mapping[str, np.ndarray]], cfg: DictConfig
+) -> dict[str, Any]:
+    """The results with encodings compared over seeds, where several seeds of any are there."""
+    chosen: Any = OmegaConf.to_container(cfg.compare, resolve=True)
+    if isinstance(chosen["metrics"], str):
+        chosen["metrics"] = [chosen["metrics"]]
+    measured = [
+        compare.Measured(run, np.concatenate([own["ids"].astype(str), own["labels"].astype(str)]), probes.scores(own))
+        for run, own in zip(results["runs"], decisions)
+    ]
+    found = compare.comparison(measured, compare.Options(**chosen))
+    return {**results, "comparison": found} if found else results
+
+
+def roots_of(key: str, folders: str) -> list[Path]:
+    """The folders that runs= or results= (`key`) names, parted by commas; a comma belongs to a name where such a folder
+    exists."""
     parts, found = folders.split(","), []
     while parts:
         names = [",".join(parts[:count]).strip() for count in range(len(parts), 0, -1)]
         if not names[-1]:
-            raise ValueError(f"runs={folders}: a name between the commas is empty")
+            raise ValueError(f"{key}={folders}: a name between the commas is empty")
         name = next((name for name in names if Path(name).is_dir()), names[-1])
         found.append(Path(name))
         parts = parts[len(names) - names.index(name) :]
@@ -315,7 +344,7 @@ def roots_of(folders: str) -> list[Path]:
 def find_runs(folders: str) -> list[Path]:
     """Every run folder (one that holds last.safetensors) at or below these folders, sorted."""
     found: list[Path] = []
-    for root in roots_of(folders):
+    for root in roots_of("runs", folders):
         if not root.is_dir():
             raise FileNotFoundError(f"runs={root}: no such folder")
         below = sorted(path.parent for path in root.rglob(WEIGHTS))
@@ -375,9 +404,23 @@ def from_checkpoint(path: Path, overrides: Mapping[str, Any], device: str) -> So
         "checkpoint": str(weights),
         "trained": True,
         "data": config,
+        "recipe": recipe_of(weights.parent),
     }
     mean, std = (list(preprocessing.get(key) or getattr(images.info, key)) for key in ("mean", "std"))
     return Source(model, images, mean, std, about | _counted(model))
+
+
+def recipe_of(folder: Path) -> dict[str, Any] | None:
+    """How a run was trained: its configuration without encoding, seed, placement and what changes no result; None where
+    the folder has none."""
+    path = folder / "config.yaml"
+    if not path.is_file():
+        return None
+    stored = yaml.safe_load(path.read_text())
+    for key in (*MOVABLE, "pos", "seed", "data.placement"):
+        group, _, leaf = key.rpartition(".")
+        ((stored.get(group) or {}) if group else stored).pop(leaf, None)
+    return stored | {"init": stored.get("init") is not None}  # which weights it began from differs by seed
 
 
 def from_timm(
@@ -410,6 +453,7 @@ def from_timm(
         "checkpoint": None,
         "trained": pretrained,
         "data": config,
+        "recipe": None,
     }
     return Source(model, images, mean, std, about | _counted(model))
 

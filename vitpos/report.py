@@ -1,9 +1,10 @@
-"""Numbers to a console table, Markdown, figures, JSON and one HTML page.
+"""Numbers to a console table, Markdown, LaTeX, CSV, figures, JSON and one HTML page.
 
 Knows results (docs/results.md), no model and no torch.
 
 A result set is the dict that `results.json` holds: {"schema", "provenance", "runs": [run, ...]}. Runs measured in the
-same way (`setup`; same kind of shift and of size) stand in one table; others get a table of their own.
+same way (`setup`; same kind of shift and of size) stand in one table; others get a table of their own. Where encodings
+were compared over several seeds (`comparison`), that table comes first.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
+
+from vitpos import compare_tables
+from vitpos.tables import Table, csv, latex, markdown, marks, percent, points, span
 
 SCHEMA = "vitpos.results/1"
 # Okabe-Ito without black and yellow, and two more that stay apart under the common colour-vision deficiencies.
@@ -108,7 +112,7 @@ def baselines(runs: list[Run]) -> list[int | None]:
     """For each run the index of the `none` that it is compared with; None where there is none, and for `none`.
 
     It was measured in the same way (`setup`) and trained alike: architecture, epochs and seed are the run's; so is
-    the placement where there is such a one, else it is home. The first of several.
+    the placement where there is such a one, else it is home; then so is the recipe. The first of several.
     """
     setups = [setup(run) for run in runs]
 
@@ -120,6 +124,9 @@ def baselines(runs: list[Run]) -> list[int | None]:
     for i, run in enumerate(runs):
         able = [j for j in range(len(runs)) if alike(i, j)] if base_name(run) != "none" else []
         ranked = [j for place in (run["placement"], "home") for j in able if runs[j]["placement"] == place]
+        ranked.sort(
+            key=lambda j: (runs[j]["placement"] != run["placement"], runs[j].get("recipe") != run.get("recipe"))
+        )
         found.append(ranked[0] if ranked else None)
     return found
 
@@ -163,6 +170,7 @@ class Column:
     title: str
     pick: Callable[[Run], Interval | None]
     note: str
+    key: str  # of the per-image score that it is the mean of (`probes.scores`)
     delta: Callable[[Run], Interval | None] = lambda run: None  # difference to `none`, shown in the page
 
 
@@ -233,8 +241,10 @@ def _columns(group: Group) -> list[Column]:
         if canvas
         else "on the images as they are"
     )
-    columns = [Column(home, lambda run: run["accuracy"], f"accuracy {where}; read everything else beside it")]
+    note = f"accuracy {where}; read everything else beside it"
+    columns = [Column(home, lambda run: run["accuracy"], note, "accuracy")]
     if patch:
+        key = f"translation/{group.variant}/patch/"
         others = len(patch["shifts"]) - 1
         columns += [
             Column(
@@ -243,16 +253,19 @@ def _columns(group: Group) -> list[Column]:
                 f"mean accuracy over the {others} whole-patch "
                 + ("positions other than the corner (0, 0)" if canvas else f"shifts ({group.variant})")
                 + ("; training at home has not seen them" if canvas else ""),
+                key + "mean_shifted",
             ),
             Column(
                 "worst position" if canvas else "worst shift",
                 lambda run: shifts_of(run)["patch"]["worst"],
                 f"the worst of all {others + 1}, chosen on one half of the images and scored on the other, both ways",
+                key + "worst",
             ),
             Column(
                 "consistency (pairwise)",
                 lambda run: shifts_of(run)["patch"]["consistency"]["pairwise"],
                 "share of pairs of positions with the same decision, right or wrong; a constant answer has 100",
+                key + "pairwise",
             ),
         ]
     larger = "canvas" if group.kind == "canvas" else "upsampled"
@@ -266,6 +279,7 @@ def _columns(group: Group) -> list[Column]:
                     f"{label} {larger}",
                     functools.partial(_accuracy_at, group.kind, scale),
                     f"accuracy with both sides {label} ({sizes}): {meaning}",
+                    f"resolution/{group.kind}/" + "x".join(map(str, rows[0]["size"])),
                     functools.partial(_difference_at, group.kind, scale),
                 )
             )
@@ -289,8 +303,14 @@ def legend(group: Group) -> list[str]:
         f"All in percent, on {group.images} test images. Each interval is 95% over images, for this one model "
         "(positions of one image are not independent: clustered by image).",
         "One row is one model. An interval over images says nothing about the encoding in general: "
-        "another seed can move a row by more than its interval.",
+        "another seed can move a row by more than its interval. Several seeds of each encoding (seed=0,1,2) can be "
+        "compared.",
     ]
+    if any(compared_with(run) for run in group.runs):
+        lines.append(
+            "A star at a difference: McNemar's exact test of these two models, p ≤ 0.05 after Holm's correction for "
+            "all differences of this evaluation (** 0.01, *** 0.001)."
+        )
     if any(row_at_scale(run, group.kind, 2.0) and compared_with(run) for run in group.runs):
         lines.append("Larger sizes change more than positions: read them as the difference to none on the same images.")
     return lines
@@ -314,18 +334,6 @@ def certificates(group: Group) -> list[str]:
     return lines
 
 
-def percent(value: float) -> str:
-    return f"{100 * value:.1f}"
-
-
-def points(value: float) -> str:
-    return f"{100 * value:+.1f}".replace("-", "\N{MINUS SIGN}")
-
-
-def span(interval: Interval) -> str:
-    return f"{percent(interval['low'])}–{percent(interval['high'])}"
-
-
 def difference(run: Run, kind: str, size: list[int], policy: str) -> Interval | None:
     for entry in (run.get("difference_to_none") or {}).get("rows", []):
         if entry["kind"] == kind and entry.get("size") == size and entry.get("policy") == policy:
@@ -339,12 +347,16 @@ def difference(run: Run, kind: str, size: list[int], policy: str) -> Interval | 
 def print_table(results: dict[str, Any], console: Console | None = None) -> None:
     """Tables, legends and certificates; colours only where the console has them, sensible from 80 columns on."""
     console = console or Console()
-    for group in groups(results):
+    found = groups(results)
+    for comparison in results.get("comparison", []):
+        _print_comparison(comparison, console)
+    compared = {one["group"]: sum(len(row["runs"]) for row in one["rows"]) for one in results.get("comparison", [])}
+    for index, group in enumerate(found):
+        if compared.get(index) == len(group.runs):  # every model stands in a row above; the files have each
+            _print_lines((*certificates(group), *remarks(group)), console)
+            continue
         seeds = len({run["seed"] for run in group.runs}) > 1
-        table = RichTable(
-            box=SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True,
-            title=_title(group), title_style="bold", title_justify="left",
-        )  # fmt: skip
+        table = _rich_table(_title(group))
         widths = [max(9, *map(len, column.title.split())) for column in group.columns]  # headings break at blanks
         room = console.width - sum(width + 2 for width in widths)
         table.add_column("encoding", overflow="fold", max_width=max(room, 8))
@@ -353,24 +365,55 @@ def print_table(results: dict[str, Any], console: Console | None = None) -> None
         for run in group.runs:
             trained = f"trained {run['placement']}" if group.placed and run["placement"] else ""
             below = ", ".join(filter(None, (trained, f"seed {run['seed']}" if seeds else "")))
-            name = Text.assemble((base_name(run), "bold"), ("\n" + below if below else "", "dim"))
-            table.add_row(name, *(_console_cell(column.pick(run)) for column in group.columns))
+            table.add_row(
+                _console_lines([base_name(run), below]), *(_console_cell(column.pick(run)) for column in group.columns)
+            )
         console.print(table)
-        for line in (*legend(group), *certificates(group), *remarks(group)):
-            console.print(Text(line, style="dim"))
-        for found in views(group, "table"):
-            if found.view["brief"]:
+        _print_lines((*legend(group), *certificates(group), *remarks(group)), console)
+        for shown in views(group, "table"):
+            if shown.view["brief"]:
+                console.print(_console_table(shown, seeds))
                 console.print()
-                console.print(_console_table(found, seeds))
-        console.print()
+
+
+def _print_lines(lines: Iterable[str], console: Console) -> None:
+    for line in lines:
+        console.print(Text(line, style="dim"))
+    console.print()
+
+
+def _print_comparison(comparison: dict[str, Any], console: Console) -> None:
+    """One row an encoding, over its seeds."""
+    metrics = comparison["metrics"]
+    widths = [max(11, *map(len, metric["title"].split())) for metric in metrics]
+    table = _rich_table(compare_tables.title(comparison))
+    table.add_column("encoding", overflow="fold", max_width=max(console.width - sum(width + 2 for width in widths), 8))
+    for metric, width in zip(metrics, widths):
+        table.add_column(metric["title"], justify="right", width=width)
+    for row in comparison["rows"]:
+        trained = f"trained {row['placement']}" if row["placement"] else ""
+        below = ", ".join(filter(None, (row["apart"], trained, f"{len(row['seeds'])} seeds")))
+        cells = [compare_tables.lines(row["cells"].get(metric["key"])) for metric in metrics]
+        table.add_row(*(_console_lines(cell) for cell in ([row["encoding"], below], *cells)))
+    console.print(table)
+    _print_lines(compare_tables.legend(comparison), console)
+
+
+def _console_lines(cell: list[str]) -> Text:
+    """The first line bold, the others dim."""
+    return Text.assemble((cell[0], "bold"), *(("\n" + line, "dim") for line in cell[1:] if line))
+
+
+def _rich_table(title: str) -> RichTable:
+    return RichTable(
+        box=SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True,
+        title=title, title_style="bold", title_justify="left",
+    )  # fmt: skip
 
 
 def _console_table(found: Shown, seeds: bool) -> RichTable:
     """A probe's own table: the runs one below another."""
-    table = RichTable(
-        box=SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True,
-        title=found.view["title"], title_style="bold", title_justify="left",
-    )  # fmt: skip
+    table = _rich_table(found.view["title"])
     table.add_column("encoding", overflow="fold")
     for column in found.view["columns"]:
         table.add_column(column["title"], justify="right")
@@ -470,30 +513,56 @@ def _number(value: float, unit: str) -> str:
     return str(value) if isinstance(value, int) else f"{value:.3g}"
 
 
-# Markdown
+# Markdown, LaTeX, CSV
+
+
+def tables(results: dict[str, Any]) -> list[Table]:
+    """Encodings over seeds where they were compared, then each group's models."""
+    compared = [compare_tables.table(found) for found in results.get("comparison", [])]
+    return compared + [_models(group) for group in groups(results)]
 
 
 def to_markdown(results: dict[str, Any]) -> str:
-    """The main table as Markdown; where there are several groups, each below its title."""
-    found = groups(results)
-    blocks = [_markdown(group) for group in found]
-    if len(found) > 1:
-        blocks = [f"{_title(group)}\n\n{block}" for group, block in zip(found, blocks)]
-    return "\n".join(blocks)
+    """The main tables as Markdown; where there are several, each below its title."""
+    found = tables(results)
+    return "\n".join(f"{table.title}\n\n{markdown(table)}" if len(found) > 1 else markdown(table) for table in found)
 
 
-def _markdown(group: Group) -> str:
+def to_latex(results: dict[str, Any]) -> str:
+    """The same as LaTeX, for the package booktabs; titles are comments."""
+    return "% needs \\usepackage{booktabs}\n" + "\n".join(map(latex, tables(results)))
+
+
+def to_csv(results: dict[str, Any]) -> str:
+    """The same numbers as one line a row and column, shares in 0..1 (docs/results.md)."""
+    compared = [record for found in results.get("comparison", []) for record in compare_tables.records(found)]
+    models = [
+        {
+            "of": "model", "data": group.data, "apart": group.apart, "encoding": base_name(run),
+            "trained": run["placement"], "recipe": "", "seeds": run["seed"],
+            "metric": column.key, "title": column.title, "label": run["label"],
+            **{key: entry[key] for key in ("value", "low", "high", "over")},
+        }
+        for group in groups(results)
+        for run in group.runs
+        for column in group.columns
+        if (entry := column.pick(run))
+    ]  # fmt: skip
+    return csv(compared + models)
+
+
+def _models(group: Group) -> Table:
+    """One row a model."""
     seeds = len({run["seed"] for run in group.runs}) > 1
     heads = ["encoding", *["trained at"] * group.placed, *["seed"] * seeds, *(column.title for column in group.columns)]
-    rows = [heads, ["---"] * len(heads)]
+    rows = []
     for run in group.runs:
-        cells = [f"`{base_name(run)}`"]
-        cells += [str(run["placement"] or "–")] * group.placed
+        cells = [base_name(run), *[str(run["placement"] or "–")] * group.placed]
         cells += ["–" if run["seed"] is None else str(run["seed"])] * seeds
         for entry in (column.pick(run) for column in group.columns):
             cells.append(f"{percent(entry['value'])} ({span(entry)})" if entry else "–")
-        rows.append([cell.replace("|", "\\|") for cell in cells])
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+        rows.append([[cell] for cell in cells])
+    return Table(heads, rows, _title(group))
 
 
 # Figures
@@ -782,7 +851,8 @@ def _curve(
 
 
 def to_html(results: dict[str, Any]) -> str:
-    """One self-contained page: no script, no request; light and dark by the reader's setting."""
+    """One self-contained page: no request, light and dark by the reader's setting. Its one script sorts tables; without
+    it everything is there all the same."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
         autoescape=True,
@@ -791,7 +861,8 @@ def to_html(results: dict[str, Any]) -> str:
         lstrip_blocks=True,
     )
     filters: dict[str, Any] = {"percent": percent, "span": span, "points": points, "compared_with": compared_with}
-    environment.filters |= filters | {"shown": shown}
+    filters |= {"shown": shown, "marks": marks, "sign": compare_tables.sign, "rank_text": compare_tables.rank_text}
+    environment.filters |= filters
     look = styles(results)
     found = groups(results)
     definitions: dict[str, dict[str, str]] = {}
@@ -802,6 +873,15 @@ def to_html(results: dict[str, Any]) -> str:
         results=results,
         groups=[_page_group(results, group, f"g{i}-") for i, group in enumerate(found)],
         colours={name: colour for name, (colour, _) in look.items()},
+        comparisons=[
+            {
+                "title": compare_tables.title(one),
+                "placed": compare_tables.placed(one),
+                **one,
+                "legend": compare_tables.legend(one),
+            }
+            for one in results.get("comparison", [])
+        ],
         definitions=definitions,
         schema=SCHEMA,
     )
@@ -870,8 +950,8 @@ def save(
     page: bool = True,
     predictions: bytes | None = None,
 ) -> list[Path]:
-    """Write results.json, table.md, figures/*.png, `predictions` as predictions.npz where given and, if `page`,
-    report.html into `folder`; returns the paths.
+    """Write results.json, table.md, table.csv, table.tex, figures/*.png, `predictions` as predictions.npz where given
+    and, if `page`, report.html into `folder`; returns the paths.
 
     Everything is made before anything is written. What an earlier evaluation left in `folder` and this one does not
     have (a page, figures, another evaluation's predictions) is removed: what lies there is of one evaluation.
@@ -879,6 +959,7 @@ def save(
     folder, found = Path(folder), groups(results)
     contents: dict[str, str | bytes] = {} if predictions is None else {"predictions.npz": predictions}
     contents |= {"results.json": to_json(results), "table.md": to_markdown(results)}
+    contents |= {"table.csv": to_csv(results), "table.tex": to_latex(results)}
     for i, group in enumerate(found):
         for drawing in drawings(results, group, f"{i}-" if len(found) > 1 else ""):
             contents[f"figures/{drawing.name}.png"] = drawing.png()

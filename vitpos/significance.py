@@ -65,7 +65,7 @@ def holm(p: ArrayLike) -> NDArray[np.float64]:
 
 @dataclass(frozen=True)
 class Rank:
-    """A place among `of` encodings, 1 the highest mean, and the places that the data leave possible."""
+    """A rank among `of` encodings, 1 the highest mean, and the ranks that the data leave possible."""
 
     value: int
     low: int
@@ -89,7 +89,7 @@ def better(scores: ArrayLike, alpha: float = ALPHA) -> NDArray[np.bool_]:
 
 
 def ranks(scores: ArrayLike, alpha: float = ALPHA) -> list[Rank]:
-    """Places of K encodings by mean score, with intervals that hold for all of them at once, from scores [K, R, N].
+    """Ranks of K encodings by mean score, with intervals that hold for all of them at once, from scores [K, R, N].
 
     Encoding k comes after all that are better and before all that are worse, where that is certain after Holm's
     correction over all pairs (Mogstad, Romano, Shaikh & Wilhelm 2024, Rev. Econ. Stud. 91). A bootstrap of ranks is not

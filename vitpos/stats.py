@@ -46,6 +46,15 @@ class Estimate:
         return replace(self, value=function(self.value), low=low, high=high)
 
 
+@dataclass(frozen=True)
+class Score:
+    """One quantity of each image, values [N] in 0..1, each the average of `repeats` measurements: what a comparison
+    over seeds and images starts from."""
+
+    values: NDArray[Any]
+    repeats: int = 1
+
+
 def _scores(values: ArrayLike, ndim: int) -> NDArray[np.float64]:
     array = np.asarray(values, dtype=np.float64)
     if array.ndim != ndim or 0 in array.shape:
@@ -120,14 +129,30 @@ def worst_of_grid(correct: ArrayLike, seed: int = 0, level: float = LEVEL) -> tu
     """
     values = _scores(correct, 2)
     n = values.shape[1]
-    if n < 2:
-        raise ValueError(f"the worst position needs at least 2 images (one half chooses, one scores), got {n}")
-    order = np.random.default_rng(seed).permutation(n)
-    halves = order[: n // 2], order[n // 2 :]
-    chosen = tuple(int(values[:, half].mean(axis=1).argmin()) for half in halves)
+    halves, chosen = _chosen(values, seed)
     p = float(values[chosen[0], halves[1]].mean() + values[chosen[1], halves[0]].mean()) / 2
     estimate = Estimate(p, *_wilson(p, n, level), n, "split halves, wilson", level=level)
     return estimate, (chosen[0], chosen[1])
+
+
+def worst_scores(correct: ArrayLike, seed: int = 0) -> NDArray[np.float64]:
+    """Per image, correct or not at the position that the other half of the images chose: [S, N] -> [N]. Their mean is
+    `worst_of_grid`, but for halves that differ by one image."""
+    values = _scores(correct, 2)
+    halves, chosen = _chosen(values, seed)
+    scores = np.empty(values.shape[1])
+    scores[halves[1]], scores[halves[0]] = values[chosen[0], halves[1]], values[chosen[1], halves[0]]
+    return scores
+
+
+def _chosen(values: NDArray[np.float64], seed: int) -> tuple[list[NDArray[np.intp]], list[int]]:
+    """Two halves of the images, and the worst position of each."""
+    n = values.shape[1]
+    if n < 2:
+        raise ValueError(f"the worst position needs at least 2 images (one half chooses, one scores), got {n}")
+    order = np.random.default_rng(seed).permutation(n)
+    halves = [order[: n // 2], order[n // 2 :]]
+    return halves, [int(values[:, half].mean(axis=1).argmin()) for half in halves]
 
 
 def pairwise_agreement(predictions: ArrayLike) -> NDArray[np.float64]:

@@ -5,6 +5,7 @@ A probe has two halves, so that every number can be computed again without the m
     collect(subject, options) -> {key: array}   runs the model; one column (last axis) is one image
     summarize(arrays, truth)  -> json-able dict  numbers and intervals from those arrays alone
     views(summary)            -> list of views   optional: tables and figures as data (`_views.py`) for the report
+    scores(arrays, truth)     -> {key: Score}    optional: per-image scores in 0..1, to compare encodings over seeds
 
 `collect` raises NotApplicable, with the reason, for a model or data set that the probe cannot be used on.
 `by_default = False` on the class: it runs only when it is named (it takes long).
@@ -29,7 +30,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from vitpos import stats
+from vitpos import significance, stats
 from vitpos.probes._subject import NotApplicable, Subject
 from vitpos.spec import nearest
 
@@ -45,6 +46,7 @@ __all__ = [
     "names",
     "register",
     "resolve",
+    "scores",
     "summarize",
 ]
 
@@ -57,6 +59,7 @@ class Probe(Protocol):
     defaults: dict[str, Any]
     # by_default: bool = True
     # def views(self, summary: dict[str, Any]) -> list[View]: ...
+    # def scores(self, arrays: Arrays, truth: NDArray[np.int64]) -> dict[str, stats.Score]: ...
 
     def collect(self, subject: Subject, options: Mapping[str, Any]) -> Arrays: ...
 
@@ -148,7 +151,7 @@ def summarize(arrays: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
         "probes": {},
     }
     for name, options in meta["probes"].items():
-        own = {key[len(name) + 1 :]: arrays[key] for key in arrays if key.startswith(name + "/")}
+        own = _own(arrays, name)
         about = {"definitions": DEFINITIONS[name], "options": options}
         if "not_applicable" in own:
             result["probes"][name] = about | {"not_applicable": str(own["not_applicable"])}
@@ -159,12 +162,27 @@ def summarize(arrays: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
     return result
 
 
+def _own(arrays: Mapping[str, NDArray[Any]], name: str) -> Arrays:
+    return {key[len(name) + 1 :]: arrays[key] for key in arrays if key.startswith(name + "/")}
+
+
+def scores(arrays: Mapping[str, NDArray[Any]]) -> dict[str, stats.Score]:
+    """Per-image scores of everything that encodings can be compared by: `accuracy`, and `<probe>/<key>`."""
+    truth = arrays["labels"]
+    found = {"accuracy": stats.Score(arrays["plain/pred"] == truth)}
+    for name in json.loads(str(arrays["meta"]))["probes"]:
+        own, probe = _own(arrays, name), get(name)
+        if hasattr(probe, "scores") and "not_applicable" not in own:
+            found |= {f"{name}/{key}": score for key, score in probe.scores(own, truth).items()}
+    return found
+
+
 def differences(arrays: Mapping[str, NDArray[Any]], baseline: Mapping[str, NDArray[Any]]) -> list[dict[str, Any]]:
     """Accuracy minus the baseline's on the same images: plain, and at each size that both were measured at.
 
-    Empty if ids or labels differ. That the images behind equal ids are the same, and at the same sizes, is the
-    caller's to know (eval.py compares what `report.setup` holds). Under several policies each is compared with the
-    baseline's first row of that kind and size.
+    Each with McNemar's p. Empty if ids or labels differ. That the images behind equal ids are the same, and at the same
+    sizes, is the caller's to know (eval.py compares what `report.setup` holds). Under several policies each is compared
+    with the baseline's first row of that kind and size.
     """
     truth = arrays["labels"]
     if not np.array_equal(arrays["ids"], baseline["ids"]) or not np.array_equal(truth, baseline["labels"]):
@@ -180,10 +198,12 @@ def differences(arrays: Mapping[str, NDArray[Any]], baseline: Mapping[str, NDArr
         for size, policy, pred in zip(arrays[f"{key}sizes"].tolist(), arrays[f"{key}policies"], arrays[f"{key}pred"]):
             if tuple(size) in known:
                 pairs.append(({"kind": kind, "size": size, "policy": str(policy)}, pred, known[tuple(size)]))
-    return [
-        name | {"difference": stats.paired_difference(mine == truth, theirs == truth).as_dict()}
-        for name, mine, theirs in pairs
-    ]
+    found = []
+    for name, mine, theirs in pairs:
+        both = mine == truth, theirs == truth
+        difference = stats.paired_difference(*both).as_dict() | {"p": significance.mcnemar(*both)}
+        found.append(name | {"difference": difference})
+    return found
 
 
 def discover() -> None:

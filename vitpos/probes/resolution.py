@@ -162,3 +162,12 @@ class Resolution:
             if entry:
                 result["kinds"][kind] = entry
         return result
+
+    def scores(self, arrays: Arrays, truth: NDArray[np.int64]) -> dict[str, stats.Score]:
+        """By size, under the first policy listed."""
+        found: dict[str, stats.Score] = {}
+        for kind in KINDS:
+            if f"{kind}/pred" in arrays:
+                for (height, width), pred in zip(arrays[f"{kind}/sizes"].tolist(), arrays[f"{kind}/pred"]):
+                    found.setdefault(f"{kind}/{height}x{width}", stats.Score(pred == truth))
+        return found

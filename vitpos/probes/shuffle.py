@@ -145,6 +145,13 @@ class Shuffle:
             "exact": certificate(arrays["exact/change"]),
         }
 
+    def scores(self, arrays: Arrays, truth: NDArray[np.int64]) -> dict[str, stats.Score]:
+        correct, blocks = arrays["pred"] == truth[arrays["images"]], arrays["blocks"]
+        return {
+            f"{side}x{side}": stats.Score(correct[blocks == side].mean(axis=0), int((blocks == side).sum()))
+            for side in np.unique(blocks[blocks > 0]).tolist()
+        }
+
     def views(self, summary: dict[str, Any]) -> list[View]:
         grid = "x".join(map(str, summary["grid"]))
         rows = [

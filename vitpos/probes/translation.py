@@ -316,6 +316,24 @@ class Translation:
             found.append(table("zhang", "Consistency under random shifts", note, heads, pairs))
         return found
 
+    def scores(self, arrays: Arrays, truth: NDArray[np.int64]) -> dict[str, stats.Score]:
+        found: dict[str, stats.Score] = {}
+        for variant, group in itertools.product(VARIANTS, ("patch", "subpatch")):
+            pred = arrays.get(f"{variant}/{group}/pred")
+            if pred is None or len(pred) < 2:
+                continue
+            correct, count = pred == truth, len(pred)
+            found |= {
+                f"{variant}/{group}/{name}": score
+                for name, score in (
+                    ("mean_shifted", stats.Score(correct[1:].mean(axis=0), count - 1)),
+                    ("worst", stats.Score(stats.worst_scores(correct))),
+                    ("pairwise", stats.Score(stats.pairwise_agreement(pred), count)),
+                    ("vs_reference", stats.Score(stats.reference_agreement(pred[1:], pred[0]), count - 1)),
+                )
+            }
+        return found
+
 
 def _summary(columns: Arrays, truth: NDArray[np.int64]) -> dict[str, Any]:
     """Numbers of one variant and group: shifts [S, 2] (the first is the reference), pred [S, N], truth [N]."""

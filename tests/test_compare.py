@@ -1,0 +1,252 @@
+"""Encodings over seeds: which runs make a row, what it is compared with, and what is said where nothing can be."""
+
+import copy
+import csv
+import io
+
+import numpy as np
+import pytest
+from madeup import Page, changed, run
+from rich.console import Console
+
+from vitpos import compare, compare_tables, hierarchy, report, significance, tables
+from vitpos.compare import Measured, Options
+from vitpos.stats import Score
+
+KEYS = {
+    "home": "accuracy",
+    "unseen positions": "translation/canvas/patch/mean_shifted",
+    "worst position": "translation/canvas/patch/worst",
+    "consistency (pairwise)": "translation/canvas/patch/pairwise",
+    "1.5x canvas": "resolution/canvas/36x36",
+    "2x canvas": "resolution/canvas/48x48",
+}
+LEVELS = {"none": 0.5, "ape1d": 0.52, "rope_axial": 0.9}
+
+
+def measured(encoding, seed, level=None, placement="home", images=100, **changes):
+    """A run, and made-up scores: harder images are hard for all, and each seed has its luck."""
+    one = run(encoding, placement, seed) | {"label": f"{encoding}-{placement}-s{seed}"} | changes
+    rng = np.random.default_rng([seed, len(encoding)])
+    chance = np.clip((LEVELS[encoding] if level is None else level) + np.linspace(-0.1, 0.1, images), 0, 1)
+    right = rng.random(images) < np.clip(chance + 0.01 * rng.standard_normal(), 0, 1)
+    return Measured(one, np.arange(images), {key: Score(right) for key in KEYS.values()})
+
+
+def sweep(encodings=("none", "ape1d", "rope_axial"), seeds=(0, 1, 2, 3, 4), **changes):
+    return [measured(encoding, seed, **changes) for encoding in encodings for seed in seeds]
+
+
+@pytest.fixture(scope="module")
+def found():
+    return compare.comparison(sweep(), Options(margin=0.3))[0]
+
+
+def cell(found, encoding, title="home"):
+    row = next(row for row in found["rows"] if row["encoding"] == encoding)
+    return row["cells"][KEYS[title]]
+
+
+def stacked(encoding):
+    return np.stack([measured(encoding, seed).scores["accuracy"].values for seed in range(5)]).astype(float)
+
+
+def test_a_row_is_an_encoding_and_its_numbers_are_those_of_its_seeds(found):
+    assert [(row["encoding"], row["seeds"]) for row in found["rows"]] == [
+        ("ape1d", [0, 1, 2, 3, 4]), ("rope_axial", [0, 1, 2, 3, 4]), ("none", [0, 1, 2, 3, 4]),
+    ]  # fmt: skip
+    assert [metric["title"] for metric in found["metrics"]] == list(KEYS)
+    rope, none = stacked("rope_axial"), stacked("none")
+    assert cell(found, "rope_axial")["mean"] == hierarchy.mean(rope).as_dict()
+    assert cell(found, "rope_axial")["by_seed"] == pytest.approx(rope.mean(axis=1))
+    difference = cell(found, "rope_axial")["difference"]
+    expected = hierarchy.difference(rope, none).as_dict()
+    assert {key: difference[key] for key in expected} == expected
+    parts = hierarchy.paired(rope, none)
+    assert difference["p"] == hierarchy.different(parts)
+    assert difference["p_equivalent"] == hierarchy.equivalent(parts, 0.3)
+    assert difference["p_sign_flip"] == difference["p_sign_flip_smallest"] == 1 / 16
+    assert cell(found, "none")["difference"] is None
+    assert (found["baseline"], found["margin"], found["images"], found["group"]) == ("none", 0.3, 100, 0)
+
+
+def test_all_differences_of_the_table_are_corrected_together(found):
+    differences = [c["difference"] for row in found["rows"] for c in row["cells"].values() if c["difference"]]
+    assert found["tests"] == len(differences) == 2 * len(KEYS)
+    np.testing.assert_allclose([d["p_holm"] for d in differences], significance.holm([d["p"] for d in differences]))
+    assert cell(found, "rope_axial")["difference"]["p_holm"] > 5 * cell(found, "rope_axial")["difference"]["p"]
+
+
+def test_marks_and_ranks(found):
+    assert compare_tables.sign(cell(found, "rope_axial")["difference"]).startswith("*")
+    assert compare_tables.sign(cell(found, "ape1d")["difference"]) == "≈"
+    rope, ape = cell(found, "rope_axial")["rank"], cell(found, "ape1d")["rank"]
+    assert (rope["low"], rope["high"], rope["of"]) == (1, 1, 3)
+    assert (ape["low"], ape["high"]) == (2, 3)
+    none = compare.comparison(sweep(), Options(margin=None))[0]
+    assert compare_tables.sign(cell(none, "ape1d")["difference"]) == ""
+    assert [tables.marks(p) for p in (None, 0.06, 0.05, 0.01, 0.001)] == ["", "", "*", "**", "***"]
+
+
+def test_three_seeds_say_what_they_cannot(found):
+    few = compare.comparison(sweep(seeds=(0, 1, 2)))[0]
+    assert any("not attainable with 3 seeds" in remark and "0.25" in remark for remark in few["remarks"])
+    many = compare.comparison(sweep(seeds=range(6)))[0]
+    assert not any("attainable" in remark for remark in many["remarks"])
+
+
+def remarks(members, **options):
+    return " | ".join(compare.comparison(members, Options(**options))[0]["remarks"])
+
+
+def test_what_is_no_row_is_named():
+    pairs = sweep(seeds=(0, 1))
+    assert "rope_axial: left out; one seed (7) says nothing" in remarks(
+        [*sweep(("none", "ape1d"), (0, 1)), measured("rope_axial", 7)]
+    )
+    assert "left out; several runs of seed 1" in remarks([*pairs, measured("rope_axial", 1)])
+    unknown = run("rope_axial") | {"seed": None, "epochs": 9}
+    assert "its seed is not known" in remarks([*pairs, Measured(unknown, pairs[0].images, {})])
+    other = Measured(measured("rope_axial", 1).run, np.arange(1, 101), measured("rope_axial", 1).scores)
+    assert "images are not those of" in remarks([*sweep(("none",), (0, 1)), measured("rope_axial", 0), other])
+    assert compare.comparison(sweep(seeds=(0,))) == []
+    assert compare.comparison([]) == []
+
+
+def test_the_baseline_was_trained_alike_where_there_is_such_a_one():
+    home, uniform = sweep(("none",), (0, 1)), [measured("none", s, 0.6, "uniform") for s in (0, 1)]
+    control = [measured("ape1d", s, 0.7, "uniform") for s in (0, 1)]
+    for bases, place in ((home, "home"), (home + uniform, "uniform")):
+        rows = compare.comparison([*bases, *control])[0]["rows"]
+        row = next(row for row in rows if row["encoding"] == "ape1d")
+        assert row["baseline"] == {"encoding": "none", "placement": place}
+    assert "no none has its architecture" in remarks([*uniform, *sweep(("ape1d",), (0, 1))])
+    assert "no none has its architecture" in remarks([*home, *sweep(("ape1d",), (0, 1), epochs=7)])
+    assert "No differences: no none" in remarks(sweep(("ape1d", "rope_axial"), (0, 1)))
+    assert "it shares 1 seeds with none, 2 are needed" in remarks([*home, *sweep(("ape1d",), (1, 2))])
+    assert "over the shared seeds 0, 1" in remarks([*home, *sweep(("ape1d",), (0, 1, 2))])
+    to_ape = compare.comparison(sweep(seeds=(0, 1)), Options(baseline="ape1d"))[0]
+    assert cell(to_ape, "none")["difference"] is not None
+    assert cell(to_ape, "ape1d")["difference"] is None
+    alone = compare.comparison(sweep(seeds=(0, 1)), Options(baseline=None))[0]
+    assert alone["baseline"] is None
+    assert "Δ" not in " ".join(compare_tables.legend(alone))
+
+
+def test_another_recipe_is_another_row_and_says_what_differs():
+    recipes = [{"train": {"lr": lr, "epochs": 3}} for lr in (0.1, 0.2)]
+    members = [*sweep(("none",), (0, 1), recipe=recipes[0])]
+    for recipe in recipes:
+        members += sweep(("ape1d",), (0, 1), recipe=recipe)
+    rows = compare.comparison(members)[0]["rows"]
+    assert [(row["encoding"], row["apart"]) for row in rows] == [
+        ("ape1d", "train.lr 0.1"), ("ape1d", "train.lr 0.2"), ("none", ""),
+    ]  # fmt: skip
+    text = remarks(members)
+    assert text.count("trained otherwise than the none") == 1
+    assert "train.lr 0.2, not 0.1" in text
+
+
+def test_metrics_can_be_chosen_beforehand():
+    one = compare.comparison(sweep(seeds=(0, 1)), Options(metrics=["resolution/canvas/48x48"]))[0]
+    assert [metric["title"] for metric in one["metrics"]] == ["2x canvas"]
+    assert one["tests"] == 2
+    lacking = sweep(seeds=(0, 1))
+    del lacking[0].scores["accuracy"]  # type: ignore[attr-defined]
+    row = next(row for row in compare.comparison(lacking)[0]["rows"] if row["encoding"] == "none")
+    assert "accuracy" not in row["cells"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"baseline": "rope_axal"}, "compare.baseline=rope_axal is none of the encodings.*rope_axial"),
+        ({"metrics": ["acuracy"]}, "'acuracy' was not measured.*accuracy"),
+        ({"margin": 2}, r"compare.margin=2 must be a share between 0 and 1"),
+        ({"margin": 0}, r"compare.margin=0"),
+    ],
+)
+def test_bad_options_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        compare.comparison(sweep(seeds=(0, 1)), Options(**options))
+
+
+def test_runs_measured_otherwise_are_compared_apart():
+    other = [Measured(changed(m.run, "data.object_size", 8), m.images, m.scores) for m in sweep(seeds=(0, 1))]
+    first, second = compare.comparison([*sweep(seeds=(0, 1)), *other])
+    assert (first["group"], second["group"]) == (0, 1)
+    assert {first["apart"], second["apart"]} == {"", "object_size 8"} or "object_size 8" in (first["apart"], second["apart"])  # fmt: skip  # noqa: E501
+
+
+# What is shown of it
+
+
+@pytest.fixture(scope="module")
+def results(found):
+    about = {"command": "python eval.py runs=runs", "versions": {"torch": "2.9"}}
+    runs = [member.run for member in sweep()]
+    return {"schema": report.SCHEMA, "provenance": about, "runs": runs, "comparison": [found]}
+
+
+def test_console_shows_a_row_an_encoding_and_says_what_it_is_over(results):
+    out = io.StringIO()
+    report.print_table(results, Console(file=out, width=130))
+    text = " ".join(out.getvalue().split())
+    assert "encodings, over seeds and 100 test images" in text
+    assert "for this one model" not in text  # the models are in the files
+    assert "after Holm's correction for the 12 differences" in text
+    assert "certainly within ±30 points" in text
+    assert "largest logit change between whole-patch positions" in text  # of none, the check of the measurement
+    assert max(map(len, out.getvalue().splitlines())) <= 130
+    partly = {**results, "runs": [*results["runs"], run("sincos2d")]}
+    out = io.StringIO()
+    report.print_table(partly, Console(file=out, width=130))
+    assert "for this one model" in " ".join(out.getvalue().split())  # one of them stands in no row above
+
+
+def test_markdown_latex_and_csv_hold_the_same_numbers(results, found):
+    rope = cell(found, "rope_axial")
+    value, low = (tables.percent(rope["mean"][key]) for key in ("value", "low"))
+    delta = tables.points(rope["difference"]["value"])
+    text = report.to_markdown(results)
+    title, _, head, _, *rows = text.splitlines()
+    assert title.startswith("digits: encodings, over seeds")
+    assert head == f"| encoding | trained at | seeds | {' | '.join(KEYS)} |"
+    assert rows[1].startswith(f"| `rope_axial` | home | 5 | {value}<br>{low}–")
+    assert f"Δ {delta}\\*" in rows[1]
+    assert "| encoding | trained at | seed | home |" in text  # each model below
+    latex = report.to_latex(results)
+    assert latex.count(r"\toprule") == latex.count(r"\end{tabular}") == 2
+    assert rf"\texttt{{rope\_axial}} & home & 5 & \shortstack[r]{{{value} \\ {low}--" in latex
+    assert rf"$\Delta$ {delta}$^{{*}}$" in latex
+    lines = list(csv.DictReader(io.StringIO(report.to_csv(results))))
+    ours = [line for line in lines if line["of"] == "encoding"]
+    assert len(ours) == 3 * len(KEYS)
+    assert len(lines) - len(ours) == 15 * len(KEYS)
+    line = next(line for line in ours if (line["encoding"], line["metric"]) == ("rope_axial", "accuracy"))
+    assert float(line["value"]) == rope["mean"]["value"]
+    assert float(line["p_holm"]) == rope["difference"]["p_holm"]
+    assert (line["rank_low"], line["rank_high"], line["difference_to"]) == ("1", "1", "none") or line["rank_low"] == "1.0"  # fmt: skip  # noqa: E501
+
+
+def test_latex_escapes_what_it_would_read(found):
+    odd = copy.deepcopy(found)
+    odd["rows"][0]["encoding"] = r"a_b(c=10%) & $x^2$ \d"
+    assert r"\texttt{a\_b(c=10\%) \& \$x\textasciicircum{}2\$ \textbackslash{}d}" in tables.latex(
+        compare_tables.table(odd)
+    )
+
+
+def test_page_has_the_comparison_first_and_no_request(results, found, monkeypatch):
+    monkeypatch.setattr(report, "drawings", lambda *_: [])
+    text = report.to_html(results)
+    page = Page(text)
+    assert page.fetched == []
+    assert len(page.ids) == len(set(page.ids))
+    shown = " ".join(" ".join(page.text).split())
+    assert shown.index("Digits: encodings, over seeds") < shown.index("Digits: 100 test images")
+    assert "Look at Δ" in shown
+    assert f"Δ {tables.points(cell(found, 'rope_axial')['difference']['value'])}*" in shown
+    assert "rank 1 of 3" in shown
+    assert "What another recipe would do" in shown
+    assert "Look at Δ" not in report.to_html({**results, "comparison": []})

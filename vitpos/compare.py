@@ -1,0 +1,282 @@
+"""Encodings compared over seeds and images, from the per-image scores of many runs.
+
+A row is an encoding under one recipe: the runs that differ in nothing but the seed. Rows stand in one table where they
+were measured in the same way (`report.setup`). Each mean has an interval over seeds and images; each difference is to
+the baseline's row, paired by seed and image; all differences of a table are corrected together (Holm); ranks are among
+rows of one architecture, number of epochs and placement. One seed says nothing about an encoding: such rows are left
+out, and named.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitpos import hierarchy, report, significance
+from vitpos.spec import nearest
+from vitpos.stats import LEVEL, Score
+
+Run = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A run, and what it did with each image. `images` [N] tells whether two runs answered the same ones."""
+
+    run: Run
+    images: NDArray[Any]
+    scores: Mapping[str, Score]
+
+
+@dataclass(frozen=True)
+class Options:
+    """`baseline`: the encoding that differences are to, None for no differences. `metrics`: keys of scores, None for
+    the columns of the report's table. `margin`: a difference below it does not matter, as a share (0.01 is a point);
+    to be fixed before the results are seen; None for no test of equivalence."""
+
+    baseline: str | None = "none"
+    metrics: Sequence[str] | None = None
+    margin: float | None = None
+
+
+@dataclass
+class Row:
+    """The runs of one encoding under one recipe, by seed."""
+
+    encoding: str
+    recipe: str
+    kind: tuple[Any, ...]  # architecture, epochs, placement
+    members: list[Measured]
+    cells: dict[str, dict[str, Any]] = field(default_factory=dict)
+    baseline: Row | None = None
+
+    @property
+    def run(self) -> Run:
+        return self.members[0].run
+
+    @property
+    def seeds(self) -> list[int]:
+        return [member.run["seed"] for member in self.members]
+
+    @property
+    def name(self) -> str:
+        return self.encoding + (f" trained {self.run['placement']}" if self.run["placement"] == "uniform" else "")
+
+    def table(self, key: str, seeds: Sequence[int]) -> NDArray[np.float64]:
+        """Scores [R, N] at these seeds, in their order."""
+        by_seed = {member.run["seed"]: member.scores[key].values for member in self.members}
+        return np.stack([by_seed[seed] for seed in seeds]).astype(np.float64)
+
+    def repeats(self, key: str) -> int:
+        return self.members[0].scores[key].repeats
+
+
+def comparison(measured: Sequence[Measured], options: Options = Options()) -> list[dict[str, Any]]:
+    """One comparison for each set of runs that were measured in the same way and have encodings with several seeds
+    (docs/results.md). Raises ValueError for a baseline or a metric that none of the runs has."""
+    if options.margin is not None and not 0 < options.margin < 1:
+        raise ValueError(f"compare.margin={options.margin} must be a share between 0 and 1 (0.01 is one point)")
+    known = list(dict.fromkeys(str(one.run["encoding"]) for one in measured))
+    if options.baseline is not None and options.baseline not in ("none", *known):
+        raise ValueError(
+            f"compare.baseline={options.baseline} is none of the encodings; {nearest(options.baseline, known)}"
+        )
+    by_run = {id(one.run): one for one in measured}
+    found = []
+    for index, group in enumerate(report.groups({"runs": [one.run for one in measured]})):
+        members = [by_run[id(run)] for run in group.runs]
+        columns = {column.key: (column.title, column.note) for column in group.columns}
+        if options.metrics is not None:
+            have = dict.fromkeys(key for member in members for key in member.scores)
+            for key in options.metrics:
+                if key not in have:
+                    raise ValueError(f"compare.metrics: {key!r} was not measured; {nearest(key, list(have))}")
+            columns = {key: columns.get(key, (key, "")) for key in options.metrics}
+        rows, remarks = _rows(members)
+        if rows:
+            found.append({"group": index, **_compared(group, rows, columns, options, remarks)})
+    return found
+
+
+def _rows(members: Sequence[Measured]) -> tuple[list[Row], list[str]]:
+    """The rows with several seeds, in the order of the runs, and why others are none."""
+    rows: list[Row] = []
+    for member in members:
+        run = member.run
+        recipe = json.dumps(run.get("recipe"), sort_keys=True)
+        key = str(run["encoding"]), recipe, (run["architecture"], run["epochs"], run["placement"])
+        row = next((row for row in rows if (row.encoding, row.recipe, row.kind) == key), None)
+        if row is None:
+            rows.append(row := Row(*key, []))
+        row.members.append(member)
+    kept, remarks = [], []
+    for row in rows:
+        labels = ", ".join(member.run["label"] for member in row.members)
+        if any(seed is None for seed in row.seeds):
+            remarks.append(f"{row.name}: left out; its seed is not known ({labels})")
+        elif len(set(row.seeds)) < len(row.seeds):
+            twice = next(seed for seed in row.seeds if row.seeds.count(seed) > 1)
+            remarks.append(f"{row.name}: left out; several runs of seed {twice} ({labels}): are they trained alike?")
+        elif len(row.seeds) < 2:
+            remarks.append(f"{row.name}: left out; one seed ({row.seeds[0]}) says nothing about the encoding")
+        elif any(not np.array_equal(member.images, members[0].images) for member in row.members):
+            remarks.append(f"{row.name}: left out; its images are not those of {members[0].run['label']}")
+        else:
+            kept.append(row)
+    return kept, remarks
+
+
+def _compared(
+    group: report.Group, rows: list[Row], columns: dict[str, tuple[str, str]], options: Options, remarks: list[str]
+) -> dict[str, Any]:
+    for row, key in itertools.product(rows, columns):
+        if all(key in member.scores for member in row.members):
+            table = row.table(key, row.seeds)
+            row.cells[key] = {
+                "mean": hierarchy.mean(table, row.repeats(key)).as_dict(),
+                "by_seed": table.mean(axis=1).tolist(),
+                "difference": None,
+                "rank": None,
+            }
+    remarks += _differences(rows, options)
+    remarks += _ranks(rows, list(columns))
+    differences = [cell["difference"] for row in rows for cell in row.cells.values() if cell["difference"]]
+    for p, name in (("p", "p_holm"), ("p_equivalent", "p_equivalent_holm")):
+        tested = [difference for difference in differences if difference[p] is not None]
+        for difference, adjusted in zip(tested, significance.holm([difference[p] for difference in tested])):
+            difference[name] = float(adjusted)
+    fewest = min((difference["seeds"] for difference in differences), default=0)
+    if fewest > 0 and significance.smallest_p(fewest) > significance.ALPHA:
+        remarks.append(
+            f"Without the assumption that seeds are about normal, p below 0.05 is not attainable with {fewest} seeds: "
+            f"their signs alone give {significance.smallest_p(fewest):.2g} at best"
+        )
+    return {
+        "data": group.data,
+        "apart": group.apart,
+        "images": group.images,
+        "level": LEVEL,
+        "baseline": options.baseline if differences else None,
+        "margin": options.margin,
+        "tests": len(differences),
+        "metrics": [{"key": key, "title": title, "note": note} for key, (title, note) in columns.items()],
+        "rows": [_entry(row, rows) for row in rows],
+        "remarks": remarks,
+    }
+
+
+def _entry(row: Row, rows: Sequence[Row]) -> dict[str, Any]:
+    base = row.baseline
+    return {
+        "encoding": row.encoding,
+        "placement": row.run["placement"],
+        "architecture": row.run["architecture"],
+        "epochs": row.run["epochs"],
+        "apart": _apart(row, rows),
+        "seeds": row.seeds,
+        "runs": [member.run["label"] for member in row.members],
+        "baseline": None if base is None else {"encoding": base.encoding, "placement": base.run["placement"]},
+        "cells": row.cells,
+    }
+
+
+def _apart(row: Row, rows: Sequence[Row]) -> str:
+    """What of its training tells a row from the others of its encoding, e.g. "train.lr 0.01"."""
+    others = [_settings(other.run) for other in rows if other.encoding == row.encoding]
+    mine = _settings(row.run)
+    return ", ".join(f"{key} {mine[key]}" for key in mine if any(mine[key] != other.get(key) for other in others))
+
+
+def _unlike(row: Row, base: Row) -> str:
+    mine, theirs = _settings(row.run), _settings(base.run)
+    return ", ".join(
+        f"{key} {mine.get(key)}, not {theirs.get(key)}"
+        for key in {**mine, **theirs}
+        if mine.get(key) != theirs.get(key)
+    )
+
+
+def _settings(run: Run) -> dict[str, Any]:
+    own = {key: run[key] for key in ("architecture", "epochs")}
+    return own | {key: value for key, value in _flat(run.get("recipe") or {}).items() if key != "train.epochs"}
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return found
+
+
+def _differences(rows: Sequence[Row], options: Options) -> list[str]:
+    """Fill in each row's differences to its baseline; returns what stands in the way of any."""
+    if options.baseline is None:
+        return []
+    bases = [row for row in rows if row.encoding == options.baseline]
+    if not bases:
+        return [f"No differences: no {options.baseline} with several seeds was measured in the same way"]
+    remarks = []
+    for row in rows:
+        if row.encoding == options.baseline:
+            continue
+        able = [base for base in bases if base.kind[:-1] == row.kind[:-1] and base.kind[-1] in (row.kind[-1], "home")]
+        if not able:
+            remarks.append(
+                f"{row.name}: no difference; no {options.baseline} has its architecture, epochs and placement"
+            )
+            continue
+        base = min(able, key=lambda base: (base.kind != row.kind, base.recipe != row.recipe))
+        if base.recipe != row.recipe:
+            remarks.append(
+                f"{row.name}: trained otherwise than the {base.name} that it is compared with ({_unlike(row, base)})"
+            )
+        common = sorted(set(row.seeds) & set(base.seeds))
+        if len(common) < 2:
+            remarks.append(f"{row.name}: no difference; it shares {len(common)} seeds with {base.name}, 2 are needed")
+            continue
+        if len(common) < max(len(row.seeds), len(base.seeds)):
+            remarks.append(f"{row.name}: difference over the shared seeds {', '.join(map(str, common))}")
+        row.baseline = base
+        for key, cell in row.cells.items():
+            if key in base.cells:
+                cell["difference"] = _difference(row.table(key, common), base.table(key, common), options.margin)
+    return remarks
+
+
+def _difference(mine: NDArray[np.float64], theirs: NDArray[np.float64], margin: float | None) -> dict[str, Any]:
+    parts = hierarchy.paired(mine, theirs)
+    return hierarchy.difference(mine, theirs).as_dict() | {
+        "by_seed": (mine - theirs).mean(axis=1).tolist(),
+        "p": float(hierarchy.different(parts)),
+        "p_holm": None,
+        "p_sign_flip": significance.sign_flip((mine - theirs).mean(axis=1)),
+        "p_sign_flip_smallest": significance.smallest_p(len(mine)),
+        "p_equivalent": None if margin is None else float(hierarchy.equivalent(parts, margin)),
+        "p_equivalent_holm": None,
+    }
+
+
+def _ranks(rows: Sequence[Row], keys: Sequence[str]) -> list[str]:
+    """Fill in each row's rank among the rows of its kind."""
+    remarks = []
+    for kind in dict.fromkeys(row.kind for row in rows):
+        alike = [row for row in rows if row.kind == kind]
+        common = sorted(set.intersection(*(set(row.seeds) for row in alike)))
+        if len(alike) < 2:
+            continue
+        if len(common) < 2:
+            remarks.append(f"No ranks: {', '.join(row.name for row in alike)} share fewer than 2 seeds")
+            continue
+        for key in keys:
+            able = [row for row in alike if key in row.cells]
+            if len(able) > 1:
+                found = significance.ranks(np.stack([row.table(key, common) for row in able]))
+                for row, rank in zip(able, found):
+                    row.cells[key]["rank"] = asdict(rank)
+    return remarks

@@ -1,0 +1,109 @@
+"""A comparison of encodings (docs/results.md, `comparison`) as a table, its legend, and records for a spreadsheet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from vitpos.tables import Table, marks, percent, points, span
+
+Comparison = dict[str, Any]
+
+
+def title(found: Comparison) -> str:
+    data = f"{found['data']} ({found['apart']})" if found["apart"] else found["data"]
+    return f"{data}: encodings, over seeds and {found['images']} test images"
+
+
+def placed(found: Comparison) -> bool:
+    return any(row["placement"] for row in found["rows"])
+
+
+def equivalent(difference: dict[str, Any]) -> bool:
+    p = difference["p_equivalent_holm"]
+    return p is not None and p <= 0.05
+
+
+def sign(difference: dict[str, Any]) -> str:
+    """Stars for a difference that is not chance, and a mark for one that is certainly small."""
+    return marks(difference["p_holm"]) + ("≈" if equivalent(difference) else "")
+
+
+def lines(cell: dict[str, Any] | None) -> list[str]:
+    """Mean, interval, difference and rank of one cell, a line each."""
+    if cell is None:
+        return ["–"]
+    found = [percent(cell["mean"]["value"]), span(cell["mean"])]
+    if difference := cell["difference"]:
+        found.append(f"Δ {points(difference['value'])}{sign(difference)}")
+        found.append(f"{points(difference['low'])} to {points(difference['high'])}")
+    if rank := cell["rank"]:
+        found.append(rank_text(rank))
+    return found
+
+
+def rank_text(rank: dict[str, Any]) -> str:
+    possible = str(rank["low"]) if rank["low"] == rank["high"] else f"{rank['low']}–{rank['high']}"
+    return f"rank {possible} of {rank['of']}"
+
+
+def heads(found: Comparison) -> list[str]:
+    fixed = ["encoding", *["trained at"] * placed(found), "seeds"]
+    return fixed + [metric["title"] for metric in found["metrics"]]
+
+
+def table(found: Comparison) -> Table:
+    rows = []
+    for row in found["rows"]:
+        fixed = [[row["encoding"], *([f"({row['apart']})"] if row["apart"] else [])]]
+        fixed += [[str(row["placement"] or "–")]] * placed(found)
+        rows.append(
+            [*fixed, [str(len(row["seeds"]))], *(lines(row["cells"].get(metric["key"])) for metric in found["metrics"])]
+        )
+    return Table(heads(found), rows, title(found))
+
+
+def legend(found: Comparison) -> list[str]:
+    """What to see, and what not to conclude."""
+    text = [
+        "One row is one encoding under one recipe: the mean over its seeds, in percent, and its "
+        f"{100 * found['level']:g}% interval over seeds and images: of other seeds, on other images like these. Two "
+        "intervals that overlap may still belong to different encodings: the differences say so, because they are "
+        "paired.",
+    ]
+    if found["baseline"]:
+        text.append(
+            f"Δ: difference to {found['baseline']} in points, paired by seed and image, with its interval. "
+            "* p ≤ 0.05, ** 0.01, *** 0.001, after Holm's correction for the "
+            f"{found['tests']} differences of this table; intervals are for each alone."
+        )
+        if found["margin"]:
+            text.append(f"≈: certainly within ±{100 * found['margin']:g} points (two one-sided tests, after Holm).")
+        text.append("No star is no proof of equality: with few seeds only large differences can be seen.")
+    if any(cell["rank"] for row in found["rows"] for cell in row["cells"].values()):
+        text.append(
+            "rank: the ranks that an encoding can have among those of its architecture, epochs and placement, 1 the "
+            "highest mean; 95% for all of them together."
+        )
+    return text + found["remarks"]
+
+
+def records(found: Comparison) -> Iterator[dict[str, Any]]:
+    """One record a row and metric: shares in 0..1."""
+    for row in found["rows"]:
+        for metric in found["metrics"]:
+            cell = row["cells"].get(metric["key"])
+            if cell is None:
+                continue
+            difference, rank = cell["difference"] or {}, cell["rank"] or {}
+            yield {
+                "of": "encoding", "data": found["data"], "apart": found["apart"], "encoding": row["encoding"],
+                "trained": row["placement"], "recipe": row["apart"], "seeds": " ".join(map(str, row["seeds"])),
+                "metric": metric["key"], "title": metric["title"],
+                **{key: cell["mean"][key] for key in ("value", "low", "high", "over")},
+                "difference_to": (row["baseline"] or {}).get("encoding") if difference else None,
+                "difference": difference.get("value"), "difference_low": difference.get("low"),
+                "difference_high": difference.get("high"), "p": difference.get("p"), "p_holm": difference.get("p_holm"),
+                "p_equivalent_holm": difference.get("p_equivalent_holm"), "rank": rank.get("value"),
+                "rank_low": rank.get("low"), "rank_high": rank.get("high"),
+            }  # fmt: skip
