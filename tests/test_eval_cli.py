@@ -100,7 +100,9 @@ def test_runs_side_by_side(runs, tmp_path, evaluate):
         chosen = [images.ids.index(i) for i in stored["ids"]]
         logits = vitpos.load(source / "last.safetensors")(data.normalize(images.batch(chosen), images.info))
         np.testing.assert_array_equal(stored["plain/pred"], logits.argmax(1).numpy())
-    assert sorted(p.name for p in (tmp_path / "out" / "b" / "figures").iterdir()) == [
+    figures = sorted(p.name for p in (tmp_path / "out" / "b" / "figures").iterdir())
+    assert "probe-factorial-drift.png" in figures  # a probe's own, drawn from its data
+    assert [name for name in figures if not name.startswith("probe-")] == [
         "position.png", "resolution-canvas.png", "resolution-upsample.png", "shift.png",
     ]  # fmt: skip
 

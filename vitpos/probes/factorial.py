@@ -139,7 +139,7 @@ class Factorial:
             found = self._gradient(subject, grid, options["gradient_images"])
         except NotApplicable as reason:
             found = {"not_applicable": np.array(str(reason))}
-        return arrays | {f"gradient/{key}": array for key, array in found.items()}
+        return arrays | {f"gradient/{key}": np.ascontiguousarray(array) for key, array in found.items()}
 
     @staticmethod
     def _gradient(subject: Subject, grid: tuple[int, int], images: int) -> Arrays:
