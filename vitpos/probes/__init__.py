@@ -188,7 +188,7 @@ def differences(arrays: Mapping[str, NDArray[Any]], baseline: Mapping[str, NDArr
     if not np.array_equal(arrays["ids"], baseline["ids"]) or not np.array_equal(truth, baseline["labels"]):
         return []
     pairs = [({"kind": "plain"}, arrays["plain/pred"], baseline["plain/pred"])]
-    for kind in ("upsample", "canvas"):
+    for kind in ("upsample", "canvas", "zoom"):
         key = f"resolution/{kind}/"
         if f"{key}pred" not in arrays or f"{key}pred" not in baseline:
             continue

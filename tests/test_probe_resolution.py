@@ -1,0 +1,113 @@
+"""Resolution's controls: zoom, calibration, temperature and interpolation, on known answers."""
+
+import numpy as np
+import pytest
+import torch
+from fakes import Brightness, Constant, Scenes, Squares
+from probing import encoded, probe
+from torch.nn import functional as F
+
+from vitpos.probes import resolution
+
+
+def test_zoom_is_resizing_cut_or_filled_up():
+    x = torch.rand(1, 1, 12, 16)
+    large = F.interpolate(x, (24, 32), mode="bilinear", antialias=True)
+    assert torch.equal(resolution.zoom(x, (24, 32), "bilinear", centred=True), large[..., 6:18, 8:24])
+    assert torch.equal(resolution.zoom(x, (24, 32), "bilinear", centred=False), large[..., :12, :16])
+    small = F.interpolate(x, (8, 8), mode="bilinear", antialias=True)
+    found = resolution.zoom(x, (8, 8), "bilinear", centred=True)
+    assert torch.equal(found[..., 2:10, 4:12], small)
+    assert found.sum() == pytest.approx(small.sum().item(), rel=1e-5)
+    assert torch.equal(resolution.zoom(x, (12, 16), "bilinear", centred=True), x)
+    corner = resolution.zoom(x, (8, 32), "bilinear", centred=False)  # smaller in height, larger in width
+    assert torch.equal(corner[..., :8, :], F.interpolate(x, (8, 32), mode="bilinear", antialias=True)[..., :16])
+    assert corner[..., 8:, :].abs().max() == 0
+
+
+def test_zoom_is_refused_where_it_would_cut_content_off_a_canvas():
+    found, arrays = probe("resolution", Brightness(), Squares(), options={"upsample": [[20, 24], [36, 48]]})
+    zoom = found["kinds"]["zoom"]  # an object of 4 px at offset 2 at most: 10 of 12 px fit, 18 do not
+    assert [row["size"] for row in zoom["rows"]] == [[12, 16], [20, 24]]
+    assert [row["size"] for row in zoom["refused"]] == [[36, 48]]
+    assert "36x48 px would leave the 12x16 canvas" in zoom["refused"][0]["why"]
+    assert {row["policy"] for row in zoom["rows"]} == {"-"}
+    np.testing.assert_array_equal(arrays["zoom/pred"][0], arrays["upsample/pred"][0])
+    effect = found["grid_effect"]
+    assert [row["size"] for row in effect] == [[20, 24]]
+    assert effect[0]["difference"]["value"] == 0  # it reads brightness, whatever the grid
+    assert "zoom" not in probe("resolution", Brightness(), options={"zoom": "none"})[0]["kinds"]
+    assert "zoom" not in probe("resolution", Brightness(), options={"upsample": "none"})[0]["kinds"]
+
+
+class Narrow(Brightness):
+    """Right at the native width alone: what a larger grid breaks, and larger objects do not."""
+
+    def decide(self, x):
+        return super().decide(x) if x.shape[-1] == 16 else torch.zeros(len(x), dtype=torch.long)
+
+
+def test_a_model_that_only_the_grid_breaks_is_told_from_one_that_objects_break():
+    found, _ = probe("resolution", Narrow(), Scenes(), options={"upsample": [[24, 32]]})
+    (row,) = found["grid_effect"]
+    assert row["zoom"]["value"] == 1
+    assert row["upsample"]["value"] == 0.25
+    assert row["difference"]["high"] < 0
+
+
+def test_calibration_error_hand_worked():
+    # Two bins: 4 images at 0.95 of which 3 are right, 6 at 0.55 of which 3 are: 0.4 * 0.2 + 0.6 * 0.05.
+    correct = np.array([1, 1, 1, 0, 1, 1, 1, 0, 0, 0], bool)
+    confidence = np.array([0.95] * 4 + [0.55] * 6)
+    assert resolution.calibration_error(correct, confidence) == pytest.approx(0.4 * 0.2 + 0.6 * 0.05)
+    rng = np.random.default_rng(0)
+    sure = rng.uniform(0.3, 1, 20000)
+    calibrated = rng.random(20000) < sure
+    assert resolution.calibration_error(calibrated, sure) < 0.02
+    assert resolution.calibration_error(calibrated, np.clip(sure + 0.2, 0, 1)) > 0.1
+    assert resolution.calibration_error(np.ones(3, bool), np.ones(3)) == 0
+
+
+def test_entropy_and_calibration_stand_beside_accuracy():
+    found, arrays = probe("resolution", Constant(), Scenes(), options={"upsample": [[24, 32]]})
+    for row in found["kinds"]["upsample"]["rows"]:
+        log = torch.tensor([0.0, 1.0, 0.0, 0.0]).log_softmax(0)  # its logits, whatever the image
+        assert row["entropy"]["value"] == pytest.approx(-(log.exp() * log).sum().item(), rel=1e-5)
+        assert row["ece"] == pytest.approx(log.exp().max().item() - 0.25, abs=1e-6)
+    early = {key: array for key, array in arrays.items() if key.split("/")[-1] not in ("confidence", "entropy")}
+    again = resolution.Resolution().summarize(early, Scenes().labels.numpy())
+    assert "ece" not in again["kinds"]["upsample"]["rows"][0]
+
+
+def test_the_temperature_changes_larger_grids_alone():
+    options = {"upsample": [[24, 32]], "canvas": "none", "zoom": "none", "logn": True}
+    model = encoded("rpb")
+    found, arrays = probe("resolution", model, Squares(textured=True), options=options)
+    assert [(row["size"], row["policy"]) for row in found["kinds"]["upsample"]["rows"]] == [
+        ([12, 16], "interpolate"), ([24, 32], "interpolate"), ([12, 16], "interpolate, ln N"),
+        ([24, 32], "interpolate, ln N"),
+    ]  # fmt: skip
+    entropy = arrays["upsample/entropy"]
+    np.testing.assert_allclose(entropy[0], entropy[2], atol=1e-5)
+    assert np.abs(entropy[1] - entropy[3]).max() > 1e-3
+    assert str(model.position.spec) == "rpb"
+    has_it, _ = probe("resolution", encoded("rpb + logn"), options=options)
+    assert "has logn already" in has_it["kinds"]["upsample"]["not_applicable"]
+    assert len(has_it["kinds"]["upsample"]["rows"]) == 2
+
+
+@pytest.mark.parametrize("interpolation", resolution.INTERPOLATIONS)
+def test_the_interpolation_is_named_and_used(interpolation):
+    found, _ = probe("resolution", Brightness(), Scenes(), options={"interpolation": interpolation})
+    assert found["interpolation"] == interpolation
+    x = torch.rand(1, 1, 12, 16)
+    resized = resolution.upsample(x, (20, 24), interpolation)
+    assert torch.equal(resolution.upsample(x, (12, 16), interpolation), x)
+    assert 0 <= resized.min() <= resized.max() <= 1
+    others = [resolution.upsample(x, (20, 24), other) for other in resolution.INTERPOLATIONS if other != interpolation]
+    assert all((resized - other).abs().max() > 1e-3 for other in others)
+
+
+def test_an_unknown_interpolation_is_refused():
+    with pytest.raises(ValueError, match=r"resolution\.interpolation must be one of bilinear, bicubic, nearest-exact"):
+        probe("resolution", Constant(), options={"interpolation": "lanczos"})
