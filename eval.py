@@ -3,7 +3,7 @@
 python eval.py checkpoint=RUN                          one run folder, or a .safetensors file
 python eval.py runs=FOLDER                             every run below it, side by side in one table and report
 python eval.py results=FOLDER                          the same again from stored decisions, without models
-python eval.py model=TIMM_NAME [pretrained=true] data=folder data.root=...     a model not trained here
+python eval.py model=TIMM_NAME [pretrained=true | weights=FILE] data=folder data.root=...   a model not trained here
 
 What can be set: configs/eval.yaml; each probe's own options: vitpos/probes/. What is written: docs/results.md.
 """
@@ -44,7 +44,7 @@ def main(cfg: DictConfig) -> None:
             subject = probes.Subject(
                 source.model, source.images, mean=source.mean, std=source.std,
                 device=device, batch_size=cfg.batch_size, limit=cfg.images,
-                track=functools.partial(track, source.about["label"]),
+                places=source.places, restrict=cfg.restrict, track=functools.partial(track, source.about["label"]),
             )  # fmt: skip
             decisions = probes.evaluate(subject, options)
             run = {**source.about, "image_size": list(subject.size), **probes.summarize(decisions)}

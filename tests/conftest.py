@@ -27,3 +27,11 @@ def somewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
     return tmp_path
+
+
+@pytest.fixture
+def evaluate(monkeypatch, capsys):
+    """eval.py, called by its words: exit code, output, errors."""
+    from evaluating import call  # (needs the extras)
+
+    return lambda *words, **kwargs: call(monkeypatch, capsys, *words, **kwargs)

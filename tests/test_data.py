@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from timm.data.transforms_factory import transforms_imagenet_eval
 
 from vitpos import data, seeds
 
@@ -360,6 +361,26 @@ def test_folder_resizes_and_crops_the_centre(tmp_path):
     assert torch.all(x[0] == 200 / 255)
 
 
+def test_folder_crops_what_timm_crops(tmp_path):
+    """At crop_pct 0.875, against timm's transforms for evaluation; another crop_pct differs."""
+    root = make_tree(tmp_path, ("train", "val"), size=(90, 70))
+    config = {"name": "folder", "root": str(root), "img_size": 32, "crop_pct": 0.875, "interpolation": "bicubic"}
+    images = data.load(config, "test")
+    theirs = transforms_imagenet_eval(32, crop_pct=0.875, interpolation="bicubic", use_prefetcher=True)
+    wanted = theirs(images.image(0))
+    assert torch.equal(images.batch([0])[0], wanted.float() / 255)
+    whole = data.load({**config, "crop_pct": 1.0}, "test")
+    assert not torch.equal(whole.batch([0]), images.batch([0]))
+
+
+def test_a_single_tree_can_be_all_test(tmp_path):
+    root = make_tree(tmp_path, ("",), images=1)
+    config = {"name": "folder", "root": str(root), "test_fraction": 1}
+    assert len(data.load(config, "test")) == 2
+    with pytest.raises(ValueError, match="nothing is left to train"):
+        data.load(config, "train")
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_folder_streams_what_batch_gives(tmp_path, workers):
     ds = folder(make_tree(tmp_path, ("train", "val"), images=6), workers=workers)
@@ -506,6 +527,8 @@ def test_crops_of_another_shape_keep_the_aspect_ratio(tmp_path):
         ({"augment": "rand-q9"}, "data.augment='rand-q9' is not in timm's notation"),
         ({"color_jitter": -1.0}, "data.color_jitter=-1.0 must be 0 or more"),
         ({"erase": 2.0}, r"data.erase=2.0 must lie in \[0, 1\]"),
+        ({"crop_pct": 0.0}, "data.crop_pct=0.0 must lie in"),
+        ({"crop_pct": 1.5}, "data.crop_pct=1.5 must lie in"),
         ({"interpolation": "cubic"}, "data.interpolation='cubic' must be one of bilinear, bicubic"),
     ],
 )

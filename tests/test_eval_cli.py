@@ -2,38 +2,16 @@
 
 import json
 import re
-import runpy
 import shutil
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from evaluating import make_run
 from safetensors.torch import save_file
 
 import vitpos
 from vitpos import data, evaluation, probes, report
-
-ROOT = Path(__file__).parents[1]
-SMALL = dict(
-    img_size=24, patch_size=4, in_chans=1, num_classes=10, embed_dim=16, depth=1, num_heads=2, class_token=False,
-    global_pool="avg",
-)  # fmt: skip
-
-
-def make_run(folder, pos, placement="home", seed=0, **changes):
-    torch.manual_seed(0)
-    model = vitpos.create_model("vit_tiny_patch16_224", pos=pos, **SMALL)
-    for weight in model.parameters():
-        torch.nn.init.normal_(weight, std=0.5)
-    card = {
-        "classes": [str(c) for c in range(10)],
-        "preprocessing": {"mean": [0.08], "std": [0.21], "img_size": [24, 24], "in_chans": 1},
-        "extra": {"data": {"name": "digits", "placement": placement}, "seed": seed, "epochs": 1, "run": folder.name},
-    } | changes
-    vitpos.save(model, folder / "last.safetensors", **card)
-    return folder
 
 
 def digits_run(folder, pos, seed=0, **data):
@@ -50,23 +28,9 @@ def runs(tmp_path_factory):
     return root
 
 
-@pytest.fixture
-def evaluate(monkeypatch, capsys):
-    def call(*words):
-        monkeypatch.setattr(sys, "argv", ["eval.py", *words])
-        monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)  # a run before this one has set it
-        code = 0
-        try:
-            runpy.run_path(str(ROOT / "eval.py"), run_name="__main__")
-        except SystemExit as stop:
-            code = stop.code
-        return code, *capsys.readouterr()
-
-    return call
-
-
 def test_runs_side_by_side(runs, tmp_path, evaluate):
-    code, out, _ = evaluate(f"runs={runs}", f"out={tmp_path / 'out'}", "images=12", "batch_size=5")
+    words = ("images=12", "batch_size=5", "probes=[translation,resolution,factorial]")
+    code, out, _ = evaluate(f"runs={runs}", f"out={tmp_path / 'out'}", *words, figures=True)
     assert code == 0
     assert "rope_axial" in out
     assert "unseen" in out
@@ -205,7 +169,7 @@ def test_out_holds_all_of_one_evaluation(tmp_path, evaluate):
 def test_runs_of_one_name_keep_apart(tmp_path, evaluate):
     for parent in ("x", "y"):
         make_run(tmp_path / parent / "figures", "none")  # also a name that a report uses itself
-    code, _, err = evaluate(f"runs={tmp_path}", *QUICK, f"out={tmp_path / 'out'}")
+    code, _, err = evaluate(f"runs={tmp_path}", *QUICK, f"out={tmp_path / 'out'}", figures=True)
     assert code == 0, err
     assert {p.parent.name for p in (tmp_path / "out").glob("*/predictions.npz")} == {"figures-2", "figures-3"}
     # What a broken-off evaluation leaves is no obstacle.

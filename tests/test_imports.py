@@ -34,6 +34,7 @@ ORDER = [
     "runs",
     "training",
     "probes",
+    "labels",
     "stored",
     "evaluation",
     "cli",

@@ -12,7 +12,7 @@ import platform
 import re
 import socket
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -27,15 +27,17 @@ import timm.data
 import torch
 import yaml
 from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import nn
 
 import vitpos
-from vitpos import compare, data, probes, significance
+from vitpos import compare, data, labels, probes, significance
 from vitpos.composition import Position
 from vitpos.config import MOVABLE
+from vitpos.data.decoded import INTERPOLATIONS
 from vitpos.spec import nearest
 
 WEIGHTS = "last.safetensors"
@@ -43,6 +45,7 @@ KINDS: dict[str, tuple[type, ...]] = {  # of the keys of configs/eval.yaml
     "checkpoint": (str, type(None)), "runs": (str, type(None)), "timm_model": (str, type(None)),
     "pretrained": (bool,), "model_args": (dict, type(None)), "out": (str, type(None)),
     "probes": (list, str, type(None)), "images": (int,), "batch_size": (int,), "device": (str,),
+    "weights": (str, type(None)), "restrict": (bool,),
     "threads": (int, type(None)), "data": (dict,), "results": (str, type(None)), "compare": (dict,),
     "compare.baseline": (str, type(None)), "compare.metrics": (list, str, type(None)),
     "compare.margin": (float, int, type(None)),
@@ -60,6 +63,7 @@ class Source:
     mean: list[float]
     std: list[float]
     about: dict[str, Any]
+    places: list[int] | None = None  # the logit of each class of the images, where the model knows others too
 
 
 def register() -> None:
@@ -160,15 +164,16 @@ def select(cfg: DictConfig, device: str) -> tuple[list[tuple[Callable[[], Source
     if given == ["model"]:
         args: Any = {} if cfg.model_args is None else OmegaConf.to_container(cfg.model_args, resolve=True)
         load = functools.partial(
-            from_timm, cfg.timm_model, images, pretrained=cfg.pretrained, model_args=args, device=device
-        )
+            from_timm, cfg.timm_model, images, pretrained=cfg.pretrained, weights=cfg.weights, model_args=args,
+            device=device, given=data_keys(), restrict=cfg.restrict,
+        )  # fmt: skip
         now = datetime.now()
         default = Path("runs") / f"{now:%Y-%m-%d}" / f"{now:%H-%M-%S}-eval-{_slug(cfg.timm_model.rsplit('/')[-1])}"
         out = Path(cfg.out or default)
         models: list[tuple[Callable[[], Source], Path]] = [(load, out)]
     else:
-        if cfg.pretrained or cfg.model_args is not None:
-            raise ValueError(f"pretrained and model_args go with model=TIMM_NAME, not with {given[0]}=")
+        if cfg.pretrained or cfg.weights is not None or cfg.model_args is not None:
+            raise ValueError(f"pretrained, weights and model_args go with model=TIMM_NAME, not with {given[0]}=")
         paths = find_runs(cfg.runs) if given == ["runs"] else [Path(cfg.checkpoint)]
         labels = _labels(paths)
         folders = [weights_of(path)[1] for path in paths]
@@ -180,7 +185,7 @@ def select(cfg: DictConfig, device: str) -> tuple[list[tuple[Callable[[], Source
             folders = [out / name for name in _apart(labels)]
         elif out in folders:
             raise ValueError(f"runs={cfg.runs}: {out} would hold one run's results and all of them; give out=FOLDER")
-        loads = [functools.partial(from_checkpoint, path, images, device) for path in paths]
+        loads = [functools.partial(from_checkpoint, path, images, device, restrict=cfg.restrict) for path in paths]
         models = list(zip(loads, folders))
     for folder in dict.fromkeys((out, *(folder for _, folder in models))):
         claim(folder, f"out={out}" if folder == out else f"results in {folder}")
@@ -381,8 +386,19 @@ def _check_classes(images: data.Dataset, classes: list[str] | None, count: int |
         raise ValueError(f"{who} was trained on other classes than data {images.info.name} has (first: {odd})")
 
 
-def from_checkpoint(path: Path, overrides: Mapping[str, Any], device: str) -> Source:
-    """A model saved by vitpos, on the data that it was trained on, unless overrides say otherwise."""
+def _decision(places: list[int] | None, images: data.Dataset, known: int, names: str, restrict: bool) -> dict[str, Any]:
+    """What a run says of the classes that were decided among: nothing where they are those of the images."""
+    if places is None:
+        if restrict:
+            raise ValueError("restrict=true is for data of some of a model's classes; here they are the same ones")
+        return {}
+    count = len(images.info.classes)
+    return {"decision": {"among": count if restrict else known, "known": known, "classes": count, "names": names}}
+
+
+def from_checkpoint(path: Path, overrides: Mapping[str, Any], device: str, restrict: bool = False) -> Source:
+    """A model saved by vitpos, on the data that it was trained on, unless overrides say otherwise. Data may hold some
+    of the model's classes, by their names."""
     weights, _ = weights_of(path)
     card = vitpos.read_card(weights)
     extra, preprocessing = card["extra"] or {}, card["preprocessing"] or {}
@@ -391,8 +407,12 @@ def from_checkpoint(path: Path, overrides: Mapping[str, Any], device: str) -> So
     if "name" not in config:
         raise ValueError(f"{weights} does not say what data it was trained on: name some, e.g. data=digits")
     images, config = _test_images(config, device, extra.get("seed") or 0)
-    classes = card["classes"]
-    _check_classes(images, classes, len(classes) if classes else None, str(weights))
+    classes, found = card["classes"], None
+    if classes and set(images.info.classes) < set(classes):
+        found = labels.places(images.info.classes, classes, str(weights))
+    else:
+        _check_classes(images, classes, len(classes) if classes else None, str(weights))
+    decision = _decision(found, images, len(classes or ()), "the model's own", restrict)
     model = vitpos.load(weights, device=device)
     about = {
         "label": label_of(card, weights),
@@ -407,7 +427,7 @@ def from_checkpoint(path: Path, overrides: Mapping[str, Any], device: str) -> So
         "recipe": recipe_of(weights.parent),
     }
     mean, std = (list(preprocessing.get(key) or getattr(images.info, key)) for key in ("mean", "std"))
-    return Source(model, images, mean, std, about | _counted(model))
+    return Source(model, images, mean, std, about | decision | _counted(model), found)
 
 
 def recipe_of(folder: Path) -> dict[str, Any] | None:
@@ -424,24 +444,36 @@ def recipe_of(folder: Path) -> dict[str, Any] | None:
 
 
 def from_timm(
-    name: str, config: Mapping[str, Any], *, pretrained: bool, model_args: Mapping[str, Any], device: str
-) -> Source:
-    """A timm model by name. Untrained ones take the data's size, channels and classes; pretrained ones must
-    fit them."""
+    name: str, config: Mapping[str, Any], *, pretrained: bool, model_args: Mapping[str, Any], device: str,
+    weights: str | None = None, given: Collection[str] = (), restrict: bool = False,
+) -> Source:  # fmt: skip
+    """A timm model by name, with `weights` of a local file or, if `pretrained`, timm's.
+
+    Untrained ones take the data's size, channels and classes. Trained ones read files at their own size and
+    interpolation (but for keys of data in `given`), and data that is named as the model's classes are, such as by
+    ImageNet's wnids, may hold some of them.
+    """
     if "name" not in config:
         raise ValueError(f"model={name} needs to be told its images: data=digits, or data=folder data.root=...")
     bare = name.split(".")[0]
     if not timm.is_model(bare):
         raise ValueError(f"unknown timm model {name!r}; {nearest(bare, timm.list_models())[:120]}")
+    kwargs, trained = dict(model_args), pretrained or weights is not None
+    if trained:
+        kwargs = _with_weights(name, kwargs, weights)
+        config = {**config, **{key: value for key, value in _own_images(name).items() if key in config.keys() - given}}
     images, config = _test_images(config, device)
     info = images.info
-    kwargs = dict(model_args)
-    if not pretrained:
+    if not trained:
         kwargs = {"num_classes": len(info.classes), "in_chans": info.in_chans, "img_size": info.img_size} | kwargs
-    model = _create(name, pretrained, kwargs).to(device).eval()
-    _check_classes(images, None, getattr(model, "num_classes", None), f"model {name}")
+    model = _create(name, trained, kwargs).to(device).eval()
+    (known, names), found = labels.label_set(model), None
+    if set(known) & set(info.classes) or (known and len(known) != len(info.classes)):
+        found = labels.places(info.classes, known, f"model {name} ({names})")
+    else:
+        _check_classes(images, None, getattr(model, "num_classes", None), f"model {name}")
     prepared = timm.data.resolve_model_data_config(model)
-    own = pretrained and len(prepared["mean"]) == info.in_chans
+    own = trained and len(prepared["mean"]) == info.in_chans
     mean, std = (list(prepared[key]) if own else list(getattr(info, key)) for key in ("mean", "std"))
     about = {
         "label": name,
@@ -450,12 +482,45 @@ def from_timm(
         "seed": None,
         "epochs": None,
         "architecture": name,
-        "checkpoint": None,
-        "trained": pretrained,
+        "checkpoint": weights,
+        "trained": trained,
         "data": config,
         "recipe": None,
     }
-    return Source(model, images, mean, std, about | _counted(model))
+    decision = _decision(found, images, len(known), names, restrict)
+    return Source(model, images, mean, std, about | decision | _counted(model), found)
+
+
+def data_keys() -> set[str]:
+    """The keys of data that the command line gives."""
+    given = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
+    return {key.removeprefix("data.") for word in given if (key := word.partition("=")[0].lstrip("+"))[:5] == "data."}
+
+
+def _own_images(name: str) -> dict[str, Any]:
+    """How timm reads the images of a pretrained model, as keys of data."""
+    own: Any = timm.get_pretrained_cfg(name)
+    if own is None:
+        return {}
+    found: dict[str, Any] = {"img_size": own.input_size[-1]} if own.input_size[1] == own.input_size[2] else {}
+    return found | ({"interpolation": own.interpolation} if own.interpolation in INTERPOLATIONS else {})
+
+
+def _with_weights(name: str, kwargs: dict[str, Any], weights: str | None) -> dict[str, Any]:
+    """The arguments that make timm load a local file, if there is one, whose head is the model's."""
+    count = kwargs.get("num_classes")
+    if weights is None:
+        own: Any = timm.get_pretrained_cfg(name)
+        if count is not None and own is not None and count != own.num_classes:
+            raise ValueError(
+                f"pretrained=true: the weights of {name} have {own.num_classes} classes, "
+                f"model_args.num_classes={count} would give them a random head"
+            )
+        return kwargs
+    if not Path(weights).is_file():
+        raise FileNotFoundError(f"weights={weights}: no such file")
+    overlay = {"file": weights} | ({} if count is None else {"num_classes": count})
+    return {**kwargs, "pretrained_cfg_overlay": {**kwargs.get("pretrained_cfg_overlay", {}), **overlay}}
 
 
 def _counted(model: nn.Module) -> dict[str, int]:
@@ -472,7 +537,7 @@ def _create(name: str, pretrained: bool, kwargs: dict[str, Any]) -> Any:
             raise ValueError(f"model={name}: {error}") from None
         # Convolutional networks take any size and know no img_size.
         return _create(name, pretrained, {key: value for key, value in kwargs.items() if key != "img_size"})
-    except (AssertionError, RuntimeError, OSError) as error:
+    except Exception as error:  # an unreadable file can raise anything
         first = str(error).strip().split("\n")[0] or type(error).__name__
         raise ValueError(
             f"model={name} could not be made{' with its weights' if pretrained else ''}: {first}"
@@ -494,7 +559,7 @@ def _check_hub(name: str) -> None:
     except OSError:
         raise ValueError(
             f"pretrained=true: the weights of {name} are not cached and their hub cannot be reached; "
-            "go online once, or give a local file: model_args={pretrained_cfg_overlay: {file: PATH}}"
+            "go online once, or give a local file: weights=PATH"
         ) from None
 
 

@@ -97,6 +97,7 @@ def setup(run: Run) -> dict[str, Any]:
         **{key: value for key, value in run["data"].items() if key not in TRAINING_ONLY},
         "image_size": run["image_size"],
         "images": run["images"],
+        "classes": decided(run),
         "patch_size": translation.get("patch_size", resolution.get("patch_size")),
         "options": {name: probe.get("options") for name, probe in run["probes"].items()},
         "shifts": {
@@ -106,6 +107,15 @@ def setup(run: Run) -> dict[str, Any]:
             if "shifts" in entry
         },
     }
+
+
+def decided(run: Run) -> str:
+    """Among which classes is decided, where a model knows more of them than the images show; else ''."""
+    found = run.get("decision")
+    if not found:
+        return ""
+    among = f"all {found['known']}" if found["among"] == found["known"] else f"these {found['among']}"
+    return f"{found['classes']} of {found['known']} ({found['names']}), decided among {among}"
 
 
 def baselines(runs: list[Run]) -> list[int | None]:
@@ -449,6 +459,8 @@ def remarks(group: Group) -> list[str]:
             found[f"{base_name(run)} ({run['label']}): random weights, never trained; its accuracy means nothing"] = (
                 None
             )
+        if classes := decided(run):
+            found[f"classes of the test images: {classes} classes of the model"] = None
         for probe, entry in run["probes"].items():
             for place, why in _not_applicable(entry, (probe,)):
                 found[f"not measured: {', '.join(place)}: {why}"] = None

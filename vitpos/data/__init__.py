@@ -84,6 +84,6 @@ def resolve(cfg: DataConfig | Mapping[str, Any]) -> Any:
         elif type(value).__name__ not in wanted.replace("None", "NoneType").split(" | "):
             raise TypeError(f"data.{key}={value!r} is {type(value).__name__}, expected {wanted}")
     for key in ("val_fraction", "test_fraction"):
-        if key in values and not 0 < values[key] < 1:
+        if key in values and not 0 < values[key] < 1 and (key, values[key]) != ("test_fraction", 1):
             raise ValueError(f"data.{key}={values[key]} must lie between 0 and 1, both excluded")
     return kind(**values)

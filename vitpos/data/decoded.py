@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -38,11 +39,13 @@ class DecodedConfig:
     color_jitter: float = 0.0  # of brightness, contrast and saturation, after augment
     erase: float = 0.0  # of an image to have a box erased
     interpolation: str = "bilinear"  # or bicubic
+    crop_pct: float = 1.0  # of evaluation: side of the centre crop as a share of the resized shorter side
     workers: int = 2
 
 
 class Decoded(Dataset):
-    """RGB images of any size, cropped to the training size; for evaluation the shorter side is resized to it.
+    """RGB images of any size, cropped to the training size; for evaluation the shorter side is resized to it
+    (over crop_pct) and the centre is cut out.
 
     An item of work is (index, stream, size): augmented as (stream, sample) says, or clean when stream is None.
     """
@@ -52,7 +55,8 @@ class Decoded(Dataset):
         super().__init__(info, labels, ids)
         self.cfg, self.workers = cfg, cfg.workers
         kind = v2.InterpolationMode(cfg.interpolation)
-        self.clean = v2.Compose([v2.Resize(cfg.img_size, kind, antialias=True), v2.CenterCrop(info.img_size)])
+        shorter = math.floor(cfg.img_size / cfg.crop_pct)  # timm's rounding
+        self.clean = v2.Compose([v2.Resize(shorter, kind, antialias=True), v2.CenterCrop(info.img_size)])
 
     @abstractmethod
     def image(self, index: int) -> Image.Image:
@@ -108,6 +112,8 @@ def check_options(cfg: DecodedConfig) -> None:
         raise ValueError(f"data.workers={cfg.workers} must be 0 or more processes")
     if not 0 < cfg.min_crop_area <= 1:
         raise ValueError(f"data.min_crop_area={cfg.min_crop_area} must lie in (0, 1]")
+    if not 0 < cfg.crop_pct <= 1:
+        raise ValueError(f"data.crop_pct={cfg.crop_pct} must lie in (0, 1]")
     if not cfg.color_jitter >= 0:
         raise ValueError(f"data.color_jitter={cfg.color_jitter} must be 0 or more")
     if cfg.interpolation not in INTERPOLATIONS:

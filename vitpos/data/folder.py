@@ -19,7 +19,7 @@ from vitpos.data.splits import carve, stratified
 class FolderConfig(DecodedConfig):
     """Any tree of class folders: train/ with val/ and/or test/ beside it, or one tree to be carved."""
 
-    test_fraction: float = 0.2  # of a single tree; unused when val/ or test/ is there
+    test_fraction: float = 0.2  # of a single tree (1: all of it); unused when val/ or test/ is there
 
 
 class Folder(Decoded):
@@ -52,6 +52,10 @@ class Folder(Decoded):
                 odd = sorted(set(classes) ^ set(class_folders(part)))
                 raise ValueError(f"{part} and {base} hold different classes: {', '.join(odd[:5])} in one only")
             return *scan(part, classes), classes
+        if not given and cfg.test_fraction == 1:
+            if split != "test":
+                raise ValueError("data.test_fraction=1 is for models trained elsewhere: nothing is left to train on")
+            return *scan(base, classes), classes
         if given:
             parts: tuple[str, ...] = ("train", "val")
         else:

@@ -83,7 +83,8 @@ class Subject:
 
     `limit` (0: all) takes that many test images by a fixed rule, spread evenly over the data set's order.
     `track(description, total)` is called when a long loop starts and returns a function to call with
-    progress. The caller's model is on `device` during evaluation only (`evaluating`).
+    progress. The caller's model is on `device` during evaluation only (`evaluating`). `places`: the logit of each class
+    of the images, where the model knows others too; it decides among all of them, or with `restrict` among these.
     """
 
     def __init__(
@@ -97,6 +98,8 @@ class Subject:
         batch_size: int = 128,
         limit: int = 0,
         patch: tuple[int, int] | None = None,
+        places: Sequence[int] | None = None,
+        restrict: bool = False,
         track: Callable[[str, int], Callable[[int], None]] | None = None,
     ) -> None:
         if batch_size < 1 or limit < 0:
@@ -109,6 +112,9 @@ class Subject:
         count = min(limit, len(images)) if limit else len(images)
         self.indices = torch.arange(count) * len(images) // count
         self.labels = images.labels[self.indices].to(torch.int64)
+        self.chosen = torch.tensor(places) if restrict and places is not None else None  # logits that are looked at
+        if places is not None and not restrict:
+            self.labels = torch.tensor(places)[self.labels]
         self.ids = [images.ids[i] for i in self.indices.tolist()]
         self._mean = torch.tensor(mean, device=self.device).view(1, -1, 1, 1)
         self._std = torch.tensor(std, device=self.device).view(1, -1, 1, 1)
@@ -180,7 +186,11 @@ class Subject:
         """Normalise, run -> [b, K] on the CPU in this subject's dtype; `told` goes to the model. Everything before this
         (shift, pad, resize) is on raw pixels, so that what is filled in is black, not the mean colour."""
         out: Tensor = (self.model if model is None else model)(self.normalized(pixels), **told)
-        return out.to(self.dtype).cpu()
+        return self.decided(out).to(self.dtype).cpu()
+
+    def decided(self, logits: Tensor) -> Tensor:
+        """Of logits [b, K] those among which is decided."""
+        return logits if self.chosen is None else logits[:, self.chosen.to(logits.device)]
 
     def features(self, pixels: Tensor, model: Any = None) -> dict[str, Tensor]:
         """What each layer puts out for raw pixels, as maps [b, D, h, w] by name: of a transformer the patch tokens

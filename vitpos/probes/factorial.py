@@ -150,7 +150,7 @@ class Factorial:
             cells = positions.grid(*grid, device=exact.device, dtype=exact.dtype).coords
             for indices in exact.indices.split(8):
                 coords = cells.repeat(len(indices), 1, 1).requires_grad_()
-                logits = model(exact.normalized(exact.pixels(indices)), coords=coords)
+                logits = exact.decided(model(exact.normalized(exact.pixels(indices)), coords=coords))
                 if not logits.requires_grad:
                     raise NotApplicable("the logits are no differentiable function of the coordinates")
                 (slope,) = torch.autograd.grad(logits.amax(1).sum(), coords)
