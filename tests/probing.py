@@ -39,7 +39,7 @@ def probe(name, model, images=None, options=None, limit=0):
 
 EVA = {key: value for key, value in SMALL.items() if key != "class_token"}
 OTHERS = {  # models that are not vitpos's: timm's own encodings, and a network without patches
-    "resnet10t": dict(in_chans=1, num_classes=CLASSES),
+    "resnet10t": dict(in_chans=1, num_classes=CLASSES, channels=(8, 8, 16, 16), output_stride=8),
     "vit_tiny_patch16_224": SMALL | dict(dynamic_img_size=True),
     "vit_relpos_small_patch16_224": SMALL,
     "vit_small_patch16_rope_224": SMALL | dict(dynamic_img_size=True),

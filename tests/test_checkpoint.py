@@ -150,3 +150,19 @@ def test_nothing_half_written(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["m.safetensors"]
     with pytest.raises(TypeError, match="no vitpos encoding"):
         vitpos.save(timm.create_model("vit_tiny_patch16_224", depth=1), path)
+
+
+def test_a_model_that_can_have_no_encoding_is_saved_as_it_is(tmp_path):
+    """Running statistics of its normalisation too; its card builds timm's model and nothing else."""
+    torch.manual_seed(0)
+    model = timm.create_model("resnet10t", num_classes=3, in_chans=1, channels=(8, 8, 16, 16), output_stride=8)
+    x = torch.randn(4, 1, 24, 24)
+    model.train()(x)
+    path = vitpos.save(model.eval(), tmp_path / "m.safetensors", classes=["a", "b", "c"])
+    again = vitpos.load(path)
+    assert type(again) is type(model)
+    assert torch.equal(again(x), model(x))
+    card = vitpos.read_card(path)
+    assert (card["architecture"], card["pos"], card["grid"]) == ("resnet10t", "native", [])
+    model.bn1.reset_running_stats()
+    assert not torch.equal(again(x), model(x))

@@ -15,11 +15,13 @@ from commands import (
     FOLDER,
     TINY,
     TRAIN,
+    Stop,
     at_step,
     files,
     latest,
     make_folder,
     one_line,
+    stop_after,
     stopped,
     tamper,
     train,
@@ -27,7 +29,7 @@ from commands import (
 from omegaconf import OmegaConf
 
 import vitpos
-from vitpos import data
+from vitpos import data, report
 
 pytestmark = pytest.mark.usefixtures("somewhere")
 
@@ -49,6 +51,23 @@ def test_run_folder(monkeypatch, tmp_path, capsys):
     assert len(lines) == 3
     assert "epoch 1/2" in lines[0]
     assert "after 2 epochs" in lines[-1]
+
+
+def test_a_convolutional_baseline_is_trained_resumed_and_evaluated(monkeypatch, tmp_path, evaluate):
+    words = ["model=resnet", "model.kwargs.channels=[8,8,16,16]", "pos=native", *TINY[3:]]
+    assert train(monkeypatch, *words, "out=run", "train.pictures=1", tiny=False) == 0
+    with monkeypatch.context() as patch:
+        stop_after(patch, 1)
+        with pytest.raises(Stop):
+            train(patch, *words, "out=again", tiny=False)
+    assert train(monkeypatch, "resume=again", tiny=False) == 0
+    assert Path("again/last.safetensors").read_bytes() == Path("run/last.safetensors").read_bytes()
+    code, _, err = evaluate("checkpoint=run", "images=8", "probes=[translation,factorial]")
+    assert code == 0, err
+    run = report.read("run/eval/results.json")["runs"][0]
+    assert (run["encoding"], run["architecture"], run["trained"]) == ("native", "resnet10t", True)
+    assert run["probes"]["translation"]["patch_size"] == [8, 8]
+    assert "takes no coordinates" in run["probes"]["factorial"]["not_applicable"]
 
 
 def test_saved_weights_give_the_reported_accuracy(monkeypatch, tmp_path):

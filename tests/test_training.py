@@ -1,8 +1,10 @@
+import dataclasses
 import math
 import random
 
 import numpy as np
 import pytest
+import timm
 import torch
 from torch import nn
 
@@ -105,6 +107,34 @@ def test_model_that_is_no_vision_transformer():
     run.model.name = "resnet18.a1_in1k"
     with pytest.raises(ValueError, match=r"model.name=resnet18.* is of timm.models.resnet; served are .*VisionTransf"):
         training.create_model(run, INFO)
+
+
+def test_a_convolutional_baseline_is_timms_own():
+    """With pos=native only; what is made for encodings, or would train it otherwise, is refused."""
+    run = run_config("native")
+    run.model = config.ModelConfig("resnet10t", {"channels": [8, 8, 16, 16]})
+    model = training.create_model(run, INFO)
+    torch.manual_seed(seeds.stream(0, "backbone"))
+    theirs = timm.create_model("resnet10t", num_classes=10, in_chans=1, channels=[8, 8, 16, 16])
+    assert type(model) is type(theirs)
+    for ours, wanted in zip(model.state_dict().values(), theirs.state_dict().values(), strict=True):
+        assert torch.equal(ours, wanted)
+    run.pos = "none"
+    with pytest.raises(ValueError, match="pos=native trains it as it is"):
+        training.create_model(run, INFO)
+    for wrong in ({"accumulate": 2}, {"sharding": "fsdp"}, {"coords": config.CoordsConfig(shift=0.1)}):
+        other = dataclasses.replace(run, pos="native", train=config.TrainConfig(**wrong))
+        with pytest.raises(ValueError, match=r"in one|vitpos encoding"):
+            training.create_model(other, INFO)
+    sized = dataclasses.replace(run, pos="native", train=config.TrainConfig(sizes=[24]))
+    with pytest.raises(ValueError, match=r"train.sizes is for models with a vitpos encoding"):
+        training.check_sizes(model, sized)
+    swin = dataclasses.replace(
+        run,
+        pos="native",
+        model=config.ModelConfig("swin_tiny_patch4_window7_224", {"depths": [1, 1, 1, 1], "window_size": 3}),
+    )
+    assert training.create_model(swin, INFO).patch_embed.img_size == (24, 24)
 
 
 # optimizer

@@ -54,7 +54,7 @@ class Board:
         for name, parameter in model.named_parameters():
             if is_positional(name):
                 self.writer.add_histogram(name, parameter.detach().float(), step)
-        figure = pages.draw_model(model)
+        figure = pages.draw_model(model) if hasattr(model, "position") else None
         if figure is not None:
             self.writer.add_figure("encoding", figure, step)
 

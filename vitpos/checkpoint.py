@@ -21,8 +21,9 @@ from timm.models import get_model_args
 from torch import nn
 
 from vitpos.backbone import position_of
+from vitpos.backbone.models import MODELS as TIMM
 from vitpos.hub import backbone_args, timm_name
-from vitpos.names import rebuild
+from vitpos.names import rebuild, rebuild_plain
 from vitpos.spec import lookup, shortened
 
 FORMAT = "vitpos/1"
@@ -43,16 +44,17 @@ def save(
     """Write a model's weights and card to ``path`` (whole or not at all) and return the path.
 
     ``preprocessing`` holds mean, std, img_size and in_chans; ``extra`` anything that JSON can hold.
-    Raises TypeError for a model without a vitpos encoding, ValueError for one that cannot be rebuilt by name.
+    A timm model that can have no vitpos encoding, such as a ResNet, is saved as it is (its card's grid is empty).
+    Raises TypeError for one that could have one and has none, ValueError for one that cannot be rebuilt by name.
     """
     path = Path(path)
     if path.is_dir():
         raise ValueError(f"{str(path)!r} is a folder; give the name of a file, such as model.safetensors")
-    position = position_of(model)
+    position = position_of(model) if type(model) in TIMM or hasattr(model, "position") else None
     architecture = timm_name(model)
     if not architecture:
         raise ValueError("the model was not made by name (vitpos.create_model), so it cannot be rebuilt from a file")
-    if len(model.blocks) != position.geometry.depth:  # type: ignore[arg-type]
+    if position is not None and len(model.blocks) != position.geometry.depth:  # type: ignore[arg-type]
         raise ValueError(
             f"the model was pruned to {len(model.blocks)} of {position.geometry.depth} blocks, so it cannot be "  # type: ignore[arg-type]
             "rebuilt by name; save its state_dict() instead"
@@ -61,10 +63,10 @@ def save(
         "format": FORMAT,
         "architecture": architecture,
         "model_args": backbone_args(get_model_args(model)),
-        "pos": str(position.spec),
-        "pos_resolved": position.resolved,
-        "versions": {name: lookup(name).version for name in position.spec.names},
-        "grid": list(position.geometry.grid),
+        "pos": "native" if position is None else str(position.spec),
+        "pos_resolved": "native" if position is None else position.resolved,
+        "versions": {} if position is None else {name: lookup(name).version for name in position.spec.names},
+        "grid": [] if position is None else list(position.geometry.grid),
         "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
         "classes": None if classes is None else list(classes),
         "preprocessing": None if preprocessing is None else dict(preprocessing),
@@ -116,12 +118,16 @@ def load(path: str | os.PathLike[str], device: str | torch.device = "cpu") -> nn
     """
     card = read_card(path)
     try:
-        model: Any = rebuild(
-            card["architecture"],
-            card["pos_resolved"],
-            grid=card["grid"],
-            versions=card["versions"],
-            **card["model_args"],
+        model: Any = (
+            rebuild(
+                card["architecture"],
+                card["pos_resolved"],
+                grid=card["grid"],
+                versions=card["versions"],
+                **card["model_args"],
+            )
+            if card["grid"]
+            else rebuild_plain(card["architecture"], **card["model_args"])
         )
     except (TypeError, ValueError, AssertionError, RuntimeError) as error:
         raise ValueError(f"cannot rebuild the model of {path}: {error}") from None

@@ -43,9 +43,7 @@ def rebuild(
     Raises ValueError for an architecture that is not one of timm's own, for arguments that would load something, and
     for an encoding whose numbers have changed since.
     """
-    _check_architecture(architecture)
-    if loads := [key for key in _SOURCES if kwargs.get(key)]:
-        raise ValueError(f"the arguments of a model to be rebuilt must not load anything, got {', '.join(loads)}")
+    _check_source(architecture, kwargs)
     for name, version in (versions or {}).items():
         if lookup(name).version != version:
             raise ValueError(
@@ -65,6 +63,12 @@ def rebuild(
     return model
 
 
+def rebuild_plain(architecture: str, **kwargs: Any) -> nn.Module:
+    """Likewise timm's own model of a class that vitpos gives no encoding, such as a ResNet."""
+    _check_source(architecture, kwargs)
+    return timm.create_model(architecture, **kwargs)
+
+
 def renew(model: Any, *, encoding_seed: int | None = None, **changes: Any) -> nn.Module:
     """A model of the same architecture and encoding, timm's or ours, with new weights from the global random state.
 
@@ -79,12 +83,17 @@ def renew(model: Any, *, encoding_seed: int | None = None, **changes: Any) -> nn
     args |= {key: value for key, value in changes.items() if key != "img_size" or sized}
     position = getattr(model, "position", None)
     if position is None:
-        _check_architecture(architecture)
-        return timm.create_model(architecture, **args)
+        return rebuild_plain(architecture, **args)
     if sized:
         return rebuild(architecture, str(position.spec), encoding_seed=encoding_seed, **args)
     grid = position.geometry.grid
     return rebuild(architecture, position.resolved, grid=grid, encoding_seed=encoding_seed, **args)
+
+
+def _check_source(architecture: str, kwargs: Mapping[str, Any]) -> None:
+    _check_architecture(architecture)
+    if loads := [key for key in _SOURCES if kwargs.get(key)]:
+        raise ValueError(f"the arguments of a model to be rebuilt must not load anything, got {', '.join(loads)}")
 
 
 def _check_architecture(name: Any) -> None:

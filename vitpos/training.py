@@ -64,23 +64,52 @@ def start(cfg: TrainConfig) -> Accelerator:
 def create_model(run: RunConfig, info: data.Info) -> nn.Module:
     """The timm model with its encoding: bit-equal backbone weights at one seed, whatever the encoding.
 
-    With ``init`` it is the model of those weights, at this dataset's size and classes.
+    With ``init`` it is the model of those weights, at this dataset's size and classes. With pos=native, a timm model
+    that can have no vitpos encoding is taken as it is: a baseline, such as a ResNet.
     """
     if run.init is not None:
         return _begin_from(Path(run.init), run, info)
     name, kwargs = run.model.name, run.model.kwargs
+    given = dict(kwargs, in_chans=info.in_chans, num_classes=len(info.classes), img_size=info.img_size)
     if timm.is_model(name):
         source = sys.modules[timm.model_entrypoint(name.split(".")[0]).__module__]
         if not any(kind in vars(source).values() for kind in MODELS):
+            if run.pos == "native":
+                return _create_plain(run, given)
             served = ", ".join(kind.__name__ for kind in MODELS)
-            raise ValueError(f"model.name={name} is of {source.__name__}; served are timm's {served}")
-    given = dict(kwargs, in_chans=info.in_chans, num_classes=len(info.classes), img_size=info.img_size)
+            raise ValueError(
+                f"model.name={name} is of {source.__name__}; served are timm's {served} (pos=native trains it as it is)"
+            )
     torch.manual_seed(seeds.stream(run.seed, "backbone"))
     return vitpos.create_model(name, pos=run.pos, encoding_seed=seeds.stream(run.seed, "encoding"), **given)
 
 
+def _create_plain(run: RunConfig, given: dict[str, Any]) -> nn.Module:
+    """timm's own model of a class that vitpos does not serve."""
+    name, t = run.model.name, run.train
+    if t.coords != config.CoordsConfig() or t.sharding != "none":
+        raise ValueError(f"train.coords and train.sharding are for models with a vitpos encoding, not for {name}")
+    torch.manual_seed(seeds.stream(run.seed, "backbone"))
+    try:
+        model = timm.create_model(name, **given)
+    except TypeError as error:
+        if "img_size" not in str(error):
+            raise ValueError(f"model.name={name}: {error}") from None
+        torch.manual_seed(seeds.stream(run.seed, "backbone"))
+        model = timm.create_model(name, **{key: value for key, value in given.items() if key != "img_size"})
+    shared = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+    if shared and (t.accumulate > 1 or int(os.environ.get("WORLD_SIZE", "1")) > 1):
+        raise ValueError(
+            f"{name} normalises over its batch, so parts of one (train.accumulate, several processes) would not train "
+            "as the whole does; train it in one"
+        )
+    return model
+
+
 def _begin_from(path: Path, run: RunConfig, info: data.Info) -> nn.Module:
     model: Any = vitpos.load(path / "last.safetensors" if path.is_dir() else path)
+    if not hasattr(model, "position"):
+        raise ValueError(f"init={path} holds a {type(model).__name__}; served are models with a vitpos encoding")
     if model.patch_embed.proj.in_channels != info.in_chans:
         raise ValueError(
             f"init={path} takes {model.patch_embed.proj.in_channels} channels, {info.name} has {info.in_chans}"
@@ -100,7 +129,7 @@ def set_fade(model: Any, cfg: TrainConfig, step: int, steps: int) -> None:
 
     It never rises, so that a model whose encodings have faded in part begins where it was.
     """
-    if model.position.fading:
+    if hasattr(model, "position") and model.position.fading:
         last = round(cfg.fade * steps) - 1
         share = 1 - step / last if step < last else 0.0
         vitpos.set_fade(model, min(share, vitpos.fade_of(model)))
@@ -147,8 +176,12 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, cfg: TrainConfig, step: 
 
 def check_sizes(model: Any, run: RunConfig) -> None:
     """ValueError for a training size that the model's patches do not fill."""
+    if run.train.sizes is None:
+        return
+    if not hasattr(model, "position"):
+        raise ValueError(f"train.sizes is for models with a vitpos encoding, not for {run.model.name}")
     step = model.patch_embed.feat_ratio(as_scalar=False)
-    for size in map(config.pair, run.train.sizes or ()):
+    for size in map(config.pair, run.train.sizes):
         if any(side % s for side, s in zip(size, step)) and not model.patch_embed.dynamic_img_pad:
             near = tuple(max(1, round(side / s)) * s for side, s in zip(size, step))
             raise ValueError(f"train.sizes holds {size}, which patches of {step} do not fill; the nearest is {near}")
