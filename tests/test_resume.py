@@ -14,6 +14,7 @@ import pytest
 import torch
 from commands import FOLDER, TINY, TRAIN, Stop, at_step, files, latest, make_folder, one_line, train
 
+import vitpos
 from vitpos import data, runs, states, training
 
 pytestmark = pytest.mark.usefixtures("somewhere")
@@ -138,6 +139,23 @@ def test_killed_while_it_saves(monkeypatch, whole):
     assert train(monkeypatch, "resume=run", tiny=False) == 0
     assert not [f for f in files(Path("run")) if f.startswith(".")]
     assert contents("run") == whole
+
+
+def test_what_a_run_began_from_may_be_gone(monkeypatch, capsys):
+    """And its name may hold what Hydra's grammar would take apart."""
+    odd = "a run (1), x=2"
+    assert train(monkeypatch, f"out={odd}", *RICH, "train.epochs=1") == 0
+    words = [f"init={odd}", "pos=rope_mixed", "preserve=true", "data.canvas=24", "train.ema=0.9", "train.epochs=1"]
+    assert train(monkeypatch, "out=whole", *words) == 0
+    killed(monkeypatch, 2, "out=run", *words, "train.save_every=1")
+    shutil.rmtree(odd)
+    assert train(monkeypatch, "resume=run", tiny=False) == 0
+    assert contents("run") == contents("whole")
+    assert vitpos.load("run/last.safetensors").position.spec == vitpos.parse("rope_mixed + fading(ape2d)")
+    for path in Path("run").glob("state-*"):
+        path.unlink()
+    assert train(monkeypatch, "resume=run", tiny=False) == 2
+    assert "no checkpoint at" in one_line(capsys), "without a state it would begin anew"
 
 
 # damage

@@ -50,24 +50,9 @@ def save(
     path = Path(path)
     if path.is_dir():
         raise ValueError(f"{str(path)!r} is a folder; give the name of a file, such as model.safetensors")
-    position = position_of(model) if type(model) in TIMM or hasattr(model, "position") else None
-    architecture = timm_name(model)
-    if not architecture:
-        raise ValueError("the model was not made by name (vitpos.create_model), so it cannot be rebuilt from a file")
-    if position is not None and len(model.blocks) != position.geometry.depth:  # type: ignore[arg-type]
-        raise ValueError(
-            f"the model was pruned to {len(model.blocks)} of {position.geometry.depth} blocks, so it cannot be "  # type: ignore[arg-type]
-            "rebuilt by name; save its state_dict() instead"
-        )
     card = {
         "format": FORMAT,
-        "architecture": architecture,
-        "model_args": backbone_args(get_model_args(model)),
-        "pos": "native" if position is None else str(position.spec),
-        "pos_resolved": "native" if position is None else position.resolved,
-        "versions": {} if position is None else {name: lookup(name).version for name in position.spec.names},
-        "grid": [] if position is None else list(position.geometry.grid),
-        "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
+        **described(model),
         "classes": None if classes is None else list(classes),
         "preprocessing": None if preprocessing is None else dict(preprocessing),
         "extra": dict(extra or {}),
@@ -83,6 +68,47 @@ def save(
         whole.write_bytes(serialize(weights, metadata={"vitpos": text}))  # (save_file makes it private to its owner)
         os.replace(whole, path)
     return path
+
+
+def described(model: nn.Module) -> dict[str, Any]:
+    """The part of a card that `built` makes the model from. Raises as `save` does."""
+    position = position_of(model) if type(model) in TIMM or hasattr(model, "position") else None
+    architecture = timm_name(model)
+    if not architecture:
+        raise ValueError("the model was not made by name (vitpos.create_model), so it cannot be rebuilt from a file")
+    if position is not None and len(model.blocks) != position.geometry.depth:  # type: ignore[arg-type]
+        raise ValueError(
+            f"the model was pruned to {len(model.blocks)} of {position.geometry.depth} blocks, so it cannot be "  # type: ignore[arg-type]
+            "rebuilt by name; save its state_dict() instead"
+        )
+    return {
+        "architecture": architecture,
+        "model_args": backbone_args(get_model_args(model)),
+        "pos": "native" if position is None else str(position.spec),
+        "pos_resolved": "native" if position is None else position.resolved,
+        "versions": {} if position is None else {name: lookup(name).version for name in position.spec.names},
+        "grid": [] if position is None else list(position.geometry.grid),
+        "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
+    }
+
+
+def built(card: Mapping[str, Any]) -> nn.Module:
+    """The model that a card describes, without its weights. ValueError where it cannot be built."""
+    try:
+        model: Any = (
+            rebuild(
+                card["architecture"],
+                card["pos_resolved"],
+                grid=card["grid"],
+                versions=card["versions"],
+                **card["model_args"],
+            )
+            if card["grid"]
+            else rebuild_plain(card["architecture"], **card["model_args"])
+        )
+        return model.to(getattr(torch, card["dtype"]))
+    except (TypeError, ValueError, AssertionError, RuntimeError, AttributeError) as error:
+        raise ValueError(f"cannot rebuild the model: {error}") from None
 
 
 def read_card(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -118,23 +144,12 @@ def load(path: str | os.PathLike[str], device: str | torch.device = "cpu") -> nn
     """
     card = read_card(path)
     try:
-        model: Any = (
-            rebuild(
-                card["architecture"],
-                card["pos_resolved"],
-                grid=card["grid"],
-                versions=card["versions"],
-                **card["model_args"],
-            )
-            if card["grid"]
-            else rebuild_plain(card["architecture"], **card["model_args"])
-        )
-    except (TypeError, ValueError, AssertionError, RuntimeError) as error:
-        raise ValueError(f"cannot rebuild the model of {path}: {error}") from None
+        model: Any = built(card)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
     try:
-        model.to(getattr(torch, card["dtype"]))
         model.load_state_dict(load_file(path))
-    except (RuntimeError, SafetensorError, AttributeError) as error:
+    except (RuntimeError, SafetensorError) as error:
         first = " ".join(str(error).strip().splitlines()[:2])
         raise ValueError(f"the weights in {path} do not fit their card: {shortened(first, 300)}") from None
     if card["preprocessing"]:

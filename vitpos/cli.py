@@ -26,7 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 from vitpos import config, preemption
 from vitpos.spec import nearest, parse
 
-STRINGS = {"pos", "out", "resume", "checkpoint", "weights", "runs", "results", "data.root", "compare.baseline"}
+STRINGS = {"pos", "out", "resume", "init", "checkpoint", "weights", "runs", "results", "data.root", "compare.baseline"}
 USER_ERRORS = (ValueError, TypeError, OSError, HydraException, OmegaConfBaseException)
 SWEEP_FLAGS = ("-m", "--multirun")
 OPEN = "model.kwargs."  # takes keys that the configuration does not hold yet

@@ -20,7 +20,7 @@ from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from vitpos import config
+from vitpos import checkpoint, config
 
 DIGEST = 16  # hexadecimal digits
 PATTERN = "state-*.pt"
@@ -76,6 +76,7 @@ class State:
 
         optimizer, scaler = self.optimizer.state_dict(), self.accelerator.scaler
         return {
+            "card": checkpoint.described(self.unsharded or self.model),
             "model": collected(self.model.state_dict()),
             "optimizer": {**optimizer, "state": {i: collected(v) for i, v in optimizer["state"].items()}},
             "ema": None if self.ema is None else collected(self.ema.module.state_dict()),
@@ -189,6 +190,12 @@ def newest(folder: Path) -> tuple[Path | None, list[Path]]:
             return path, damaged
         damaged.append(path)
     return None, damaged
+
+
+def card(folder: Path) -> dict[str, Any] | None:
+    """What the model of a folder's newest whole state is built from; None without a state, or with one of old."""
+    path, _ = newest(folder)
+    return None if path is None else torch.load(path, mmap=True, weights_only=True).get("card")
 
 
 def _age(path: Path) -> tuple[int, int]:

@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import vitpos
-from vitpos import config, data, positions, seeds
+from vitpos import checkpoint, config, data, positions, seeds, states
 from vitpos.backbone.models import MODELS, is_positional
 from vitpos.config import RunConfig, TrainConfig
 from vitpos.states import State
@@ -64,11 +64,15 @@ def start(cfg: TrainConfig) -> Accelerator:
 def create_model(run: RunConfig, info: data.Info) -> nn.Module:
     """The timm model with its encoding: bit-equal backbone weights at one seed, whatever the encoding.
 
-    With ``init`` it is the model of those weights, at this dataset's size and classes. With pos=native, a timm model
-    that can have no vitpos encoding is taken as it is: a baseline, such as a ResNet.
+    With ``init`` it is the model of those weights, at this dataset's size and classes; of a run that goes on, the one
+    that its state describes and holds the weights of. With pos=native, a timm model that can have no vitpos encoding
+    is taken as it is: a baseline, such as a ResNet.
     """
     if run.init is not None:
-        return _begin_from(Path(run.init), run, info)
+        card = None if run.resume is None else states.card(Path(run.resume))
+        model: Any = _begin_from(Path(run.init), run, info) if card is None else checkpoint.built(card)
+        model.set_input_size(img_size=info.img_size)
+        return model
     name, kwargs = run.model.name, run.model.kwargs
     given = dict(kwargs, in_chans=info.in_chans, num_classes=len(info.classes), img_size=info.img_size)
     if timm.is_model(name):
@@ -120,7 +124,6 @@ def _begin_from(path: Path, run: RunConfig, info: data.Info) -> nn.Module:
     torch.manual_seed(seeds.stream(run.seed, "backbone"))
     if model.num_classes != len(info.classes):
         model.reset_classifier(len(info.classes))
-    model.set_input_size(img_size=info.img_size)
     return model
 
 
