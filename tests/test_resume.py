@@ -1,5 +1,7 @@
 """A run that was stopped, killed or short of disk goes on as if nothing had been; one that cannot says so."""
 
+import errno
+import fcntl
 import json
 import os
 import resource
@@ -112,7 +114,7 @@ def test_the_number_of_workers_may_change(monkeypatch, before, after):
     assert ours == theirs
 
 
-KILLED = f"""
+SAVING = f"""
 import os, runpy, signal, sys
 replace, saved = os.replace, []
 
@@ -120,7 +122,8 @@ def replacing(old, new):
     if ".saving-state" in str(old):
         saved.append(new)
         if len(saved) == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
+            print("saving", flush=True)
+            signal.pause()
     replace(old, new)
 
 os.replace = replacing
@@ -129,16 +132,47 @@ runpy.run_path({str(TRAIN)!r}, run_name="__main__")
 """
 
 
-def test_killed_while_it_saves(monkeypatch, whole):
-    """kill -9 in mid-epoch, the second state written but not in its place."""
+def test_killed_while_it_saves(monkeypatch, capsys, whole):
+    """kill -9 in mid-epoch, the second state written but not in its place. Until then nobody else may go on."""
     words = [*TINY, *RICH, "out=run", "train.save_every=1"]
-    done = subprocess.run([sys.executable, "-c", KILLED, *words], capture_output=True, text=True, check=False)
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    assert [f for f in files(Path("run")) if f.startswith(".saving-state")]
+    with subprocess.Popen([sys.executable, "-c", SAVING, *words], stdout=subprocess.PIPE, text=True) as other:
+        try:
+            assert other.stdout.readline() == "saving\n"
+            there = files(Path("run"))
+            assert [f for f in there if f.startswith(".saving-state")]
+            assert train(monkeypatch, "resume=run", tiny=False) == 2
+            assert "the run in run is being trained by another process" in one_line(capsys)
+            assert files(Path("run")) == there
+        finally:
+            other.kill()
     assert saved_steps() == [1]
     assert train(monkeypatch, "resume=run", tiny=False) == 0
     assert not [f for f in files(Path("run")) if f.startswith(".")]
     assert contents("run") == whole
+
+
+def test_of_two_new_runs_in_one_folder_the_first_has_it(monkeypatch, capsys):
+    Path("run").mkdir()
+    link = os.link
+
+    def second(old, new):
+        Path(new).write_text("theirs")
+        link(old, new)
+
+    monkeypatch.setattr(os, "link", second)
+    assert train(monkeypatch, "out=run") == 2
+    assert "out=run holds files already" in one_line(capsys)
+    assert {f: Path(f).read_text() for f in files(Path())} == {"run/config.yaml": "theirs"}
+
+
+def test_a_file_system_without_links_and_locks(monkeypatch, capsys):
+    """Such as some that clusters and containers mount."""
+    refused = {fcntl: ("lockf", errno.ENOLCK), os: ("link", errno.EPERM)}
+    for module, (name, number) in refused.items():
+        monkeypatch.setattr(module, name, lambda *_, n=number: (_ for _ in ()).throw(OSError(n, os.strerror(n))))
+    assert train(monkeypatch, "out=run", "train.epochs=1") == 0
+    assert capsys.readouterr().err == "run cannot be locked (No locks available): start no second process on it\n"
+    assert {"config.yaml", "last.safetensors"} < files(Path("run"))
 
 
 def test_what_a_run_began_from_may_be_gone(monkeypatch, capsys):

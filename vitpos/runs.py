@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
+import fcntl
 import importlib.metadata
 import json
 import math
@@ -15,7 +17,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 import pandas as pd
 import torch
@@ -29,15 +31,15 @@ from vitpos import config, data, preemption, states
 from vitpos.config import RunConfig
 from vitpos.states import State, whole
 
-NONFINITE = "nonfinite.json"
+CONFIG, NONFINITE = "config.yaml", "nonfinite.json"
 PACKAGES = ("vitpos", "torch", "timm", "torchvision", "accelerate", "numpy", "scikit-learn")
 
 
 class RunFolder:
     """A run's folder: chosen by the first process, written by it alone, each file whole or not at all.
 
-    As a context manager it lets a scheduler's signals wait for the end of the step in hand, and removes what it wrote
-    of a new run when no state was saved.
+    As a context manager it lets a scheduler's signals wait for the end of the step in hand, keeps other processes from
+    the run by a lock on its config.yaml, and removes what it wrote of a new run when no state was saved.
     """
 
     def __init__(self, run: RunConfig, accelerator: Accelerator, train_set: data.Dataset, val_set: data.Dataset):
@@ -51,9 +53,14 @@ class RunFolder:
         self.request = preemption.Request()
         self.signal = 0  # that all processes have agreed to obey after this step
         self.board: Any = None
+        self.lock = contextlib.ExitStack()  # the locked file
 
     def __enter__(self) -> RunFolder:
-        self.path = self._agree(self._open)
+        try:
+            self.path = self._agree(self._open)
+        except BaseException:
+            self.lock.close()
+            raise
         self.request.__enter__()
         return self
 
@@ -64,6 +71,7 @@ class RunFolder:
                 self.board.close()
         if error is not None:
             self._remove_unless_begun()
+        self.lock.close()
 
     @property
     def seconds(self) -> float:
@@ -90,7 +98,8 @@ class RunFolder:
 
     def _open(self) -> Path:
         if self.run.resume is not None:
-            path = Path(self.run.resume)
+            self.path = path = Path(self.run.resume)
+            self._hold(self.lock.enter_context(open(path / CONFIG, "r+")))  # noqa: SIM115
             for left in path.glob(".saving-*"):  # by a process that was killed meanwhile
                 if left.is_dir():
                     shutil.rmtree(left)
@@ -102,20 +111,54 @@ class RunFolder:
         config.check_folder(self.run)
         try:
             path.mkdir(parents=True, exist_ok=path not in self.created)
-        except FileExistsError:  # another run has taken the name since
+            self._take()
+        except FileExistsError:  # another run has taken the folder since
             return self._open()
         try:
-            self._write("config.yaml", yaml.safe_dump(dataclasses.asdict(self.run), sort_keys=False))
             self._write("environment.json", json.dumps(environment(self.accelerator), indent=2))
         except BaseException:
             self._remove_unless_begun()
             raise
         return path
 
+    def _take(self) -> None:
+        """Write a new run's config.yaml, locked; FileExistsError where another process was first."""
+        temporary = self.path / f".saving-{CONFIG}-{os.getpid()}"
+        file = self.lock.enter_context(open(temporary, "x"))  # noqa: SIM115
+        try:
+            file.write(yaml.safe_dump(dataclasses.asdict(self.run), sort_keys=False))
+            file.flush()
+            self._hold(file)
+            try:
+                os.link(temporary, self.path / CONFIG)
+            except FileExistsError:
+                raise
+            except OSError:  # a file system without links
+                os.replace(temporary, self.path / CONFIG)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def _hold(self, file: IO[str]) -> None:
+        """Lock a file until it is closed or this process is dead, however it died; ValueError if another has it.
+
+        fcntl's lock, which works on network file systems and which the processes that read images do not inherit. The
+        file must not be opened and closed again by this process, which would give the lock up.
+        """
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            raise ValueError(
+                f"the run in {self.path} is being trained by another process; wait for its end, or stop it first"
+            ) from None
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL):
+                raise
+            print(f"{self.path} cannot be locked ({error.strerror}): start no second process on it", file=sys.stderr)
+
     def _remove_unless_begun(self) -> None:
         if self.run.resume is not None or not self.accelerator.is_main_process or self.latest is not None:
             return
-        for name in ("config.yaml", "environment.json", "last.safetensors", "metrics.csv", NONFINITE):
+        for name in (CONFIG, "environment.json", "last.safetensors", "metrics.csv", NONFINITE):
             (self.path / name).unlink(missing_ok=True)
         for folder in self.created:
             with contextlib.suppress(OSError):  # another run's files are in it
