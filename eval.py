@@ -5,6 +5,9 @@ python eval.py runs=FOLDER                             every run below it, side 
 python eval.py results=FOLDER                          the same again from stored decisions, without models
 python eval.py model=TIMM_NAME [pretrained=true | weights=FILE] data=folder data.root=...   a model not trained here
 
+torchrun --nproc-per-node 2 eval.py ...                on several processes or devices, with the same results
+
+One that was stopped goes on when the same command (with the same out=) is given again.
 What can be set: configs/eval.yaml; each probe's own options: vitpos/probes/. What is written: docs/results.md.
 """
 
@@ -17,7 +20,7 @@ import hydra
 from omegaconf import DictConfig
 from rich.console import Console
 
-from vitpos import cli, evaluation, probes, report, stored
+from vitpos import cli, evaluation, parts, probes, report, stored
 
 COMMAND = shlex.join(["python", Path(__file__).name, *sys.argv[1:]])
 
@@ -27,36 +30,45 @@ COMMAND = shlex.join(["python", Path(__file__).name, *sys.argv[1:]])
 def main(cfg: DictConfig) -> None:
     # what is asked for: refused here, before anything is loaded or written
     evaluation.check(cfg)
-    device = evaluation.device(cfg)
+    processes = parts.Processes()
+    device = evaluation.device(cfg, processes)
     options = evaluation.options(cfg)
-    models, out = evaluation.select(cfg, device)
+    models, out = evaluation.select(cfg, device, processes)
     provenance = evaluation.provenance(COMMAND, cfg, device)
     about = {"schema": report.SCHEMA, "provenance": provenance}
 
     # each model: per-image decisions, then numbers from those alone
-    runs, decided = [], []
+    runs, decided, kept = [], [], []
     if cfg.results is not None:
         runs, decided, origin = stored.read(evaluation.roots_of("results", cfg.results))
         provenance.update(origin)
-    with evaluation.progress() as track:
+    with evaluation.progress(processes) as track:
         for load, folder in models:
             source = load()
             subject = probes.Subject(
                 source.model, source.images, mean=source.mean, std=source.std,
-                device=device, batch_size=cfg.batch_size, limit=cfg.images,
-                places=source.places, restrict=cfg.restrict, track=functools.partial(track, source.about["label"]),
+                device=device, batch_size=cfg.batch_size, limit=cfg.images, places=source.places,
+                restrict=cfg.restrict, track=functools.partial(track, source.about["label"]),
             )  # fmt: skip
-            decisions = probes.evaluate(subject, options)
+            subject.parts = evaluation.keep(folder, subject, options, source.about["data"], processes)
+            with evaluation.going_on(subject.parts):
+                decisions = probes.evaluate(subject, options)
             run = {**source.about, "image_size": list(subject.size), **probes.summarize(decisions)}
-            if len(models) > 1:
-                report.save({**about, "runs": [run]}, folder, page=False, predictions=evaluation.pack(decisions))
+            if len(models) > 1 and processes.first:
+                report.save({**about, "runs": [run]}, folder, page=False, predictions=parts.pack(decisions))
             runs.append(run)
             decided.append(decisions)
+            kept.append(subject.parts)
+    processes.close()
+    if not processes.first:
+        return
 
     # all of them side by side, and encodings over their seeds
     evaluation.add_differences(runs, decided, report.baselines(runs))
     results = evaluation.add_comparison({**about, "runs": runs}, decided, cfg)
-    report.save(results, out, predictions=evaluation.pack(decided[0]) if len(models) == 1 else None)
+    report.save(results, out, predictions=parts.pack(decided[0]) if len(models) == 1 else None)
+    for one in kept:
+        one.discard()
     report.print_table(results, Console(width=None if sys.stdout.isatty() else 100))
     print(f"report: {out / 'report.html'}")
 

@@ -11,7 +11,7 @@ from evaluating import make_run
 from safetensors.torch import save_file
 
 import vitpos
-from vitpos import data, evaluation, probes, report
+from vitpos import data, evaluation, parts, probes, report
 
 
 def digits_run(folder, pos, seed=0, **data):
@@ -144,7 +144,7 @@ def test_encodings_are_compared_over_seeds_and_again_without_models(sweep, tmp_p
         changed = dict(file) | {"plain/pred": (file["plain/pred"] + 1) % 10}
     code, _, _ = evaluate(f"results={sweep}", f"out={tmp_path / 'again'}")
     assert code == 0  # a copy counts once
-    (sweep / "copy" / "predictions.npz").write_bytes(evaluation.pack(changed))
+    (sweep / "copy" / "predictions.npz").write_bytes(parts.pack(changed))
     code, _, err = evaluate(f"results={sweep}", f"out={tmp_path / 'again'}")
     assert code == 2
     assert "different decisions of none0" in err

@@ -33,6 +33,7 @@ ORDER = [
     "board",
     "runs",
     "training",
+    "parts",
     "probes",
     "labels",
     "stored",

@@ -4,14 +4,16 @@ decisions."""
 from __future__ import annotations
 
 import functools
-import io
+import hashlib
 import itertools
 import json
 import os
 import platform
 import re
 import socket
+import sys
 import tempfile
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -34,10 +36,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import nn
 
 import vitpos
-from vitpos import compare, data, labels, probes, significance
+from vitpos import compare, data, labels, preemption, probes, significance
 from vitpos.composition import Position
 from vitpos.config import MOVABLE
 from vitpos.data.decoded import INTERPOLATIONS
+from vitpos.parts import Parts, Processes
 from vitpos.spec import nearest
 
 WEIGHTS = "last.safetensors"
@@ -51,6 +54,7 @@ KINDS: dict[str, tuple[type, ...]] = {  # of the keys of configs/eval.yaml
     "compare.margin": (float, int, type(None)),
 }  # fmt: skip
 WORDS = {"timm_model": "model"}  # keys that the command line calls otherwise
+EVERY = 60  # seconds between lines of progress where there is no terminal
 PACKAGES = ("torch", "timm", "numpy", "scipy", "statsmodels")
 
 
@@ -133,12 +137,16 @@ def options(cfg: DictConfig) -> dict[str, dict[str, Any]]:
     return found
 
 
-def device(cfg: DictConfig) -> str:
-    """The device that cfg.device names; "auto" is the GPU where there is one. Sets the number of threads
-    too."""
+def device(cfg: DictConfig, processes: Processes) -> str:
+    """The device that cfg.device names; "auto" is a GPU where there is one, another for each process of a machine. Sets
+    the number of threads too."""
     if cfg.threads is not None:
         torch.set_num_threads(cfg.threads)
-    name = ("cuda" if torch.cuda.is_available() else "cpu") if cfg.device == "auto" else str(cfg.device)
+    name = str(cfg.device)
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+        if processes.count > 1 and name == "cuda":
+            name = f"cuda:{int(os.environ['LOCAL_RANK']) % torch.cuda.device_count()}"
     try:
         torch.zeros(1, device=name)
     except (RuntimeError, AssertionError) as error:
@@ -146,7 +154,7 @@ def device(cfg: DictConfig) -> str:
     return name
 
 
-def select(cfg: DictConfig, device: str) -> tuple[list[tuple[Callable[[], Source], Path]], Path]:
+def select(cfg: DictConfig, device: str, processes: Processes) -> tuple[list[tuple[Callable[[], Source], Path]], Path]:
     """What to evaluate, for each model (load, folder of its own results), and where the report goes.
 
     Models are loaded one at a time. Everything that can be refused without loading is refused here.
@@ -167,7 +175,7 @@ def select(cfg: DictConfig, device: str) -> tuple[list[tuple[Callable[[], Source
             from_timm, cfg.timm_model, images, pretrained=cfg.pretrained, weights=cfg.weights, model_args=args,
             device=device, given=data_keys(), restrict=cfg.restrict,
         )  # fmt: skip
-        now = datetime.now()
+        now = processes.agree(datetime.now())
         default = Path("runs") / f"{now:%Y-%m-%d}" / f"{now:%H-%M-%S}-eval-{_slug(cfg.timm_model.rsplit('/')[-1])}"
         out = Path(cfg.out or default)
         models: list[tuple[Callable[[], Source], Path]] = [(load, out)]
@@ -274,8 +282,9 @@ def provenance(command: str, cfg: DictConfig, device: str) -> dict[str, Any]:
 
 
 @contextmanager
-def progress() -> Iterator[Callable[[str, str, int], Callable[[int], None]]]:
-    """A progress line on the error stream, per model and probe part; silent where that is no terminal."""
+def progress(processes: Processes) -> Iterator[Callable[[str, str, int], Callable[[int], None]]]:
+    """A progress line of the first process on the error stream, per model and probe part: a bar on a terminal, else a
+    line a minute."""
     console = Console(stderr=True)
     columns = (
         TextColumn("{task.description}"),
@@ -284,22 +293,59 @@ def progress() -> Iterator[Callable[[str, str, int], Callable[[int], None]]]:
         TextColumn("images"),
         TimeRemainingColumn(),
     )
+    said = time.monotonic()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
 
         def track(model: str, part: str, total: int) -> Callable[[int], None]:
+            done = 0
             for task in bar.task_ids:
                 bar.remove_task(task)
             task = bar.add_task(f"{model}: {part}", total=total)
-            return lambda done: bar.advance(task, done)
 
-        yield track
+            def advance(count: int) -> None:
+                nonlocal done, said
+                done += count
+                bar.advance(task, count)
+                if not console.is_terminal and time.monotonic() - said > EVERY:
+                    said = time.monotonic()
+                    print(f"{model}: {part}: {done:,} of {total:,} images", file=sys.stderr, flush=True)
+
+            return advance
+
+        yield track if processes.first else lambda model, part, total: lambda count: None
 
 
-def pack(decisions: Mapping[str, np.ndarray]) -> bytes:
-    """Per-image arrays as the content of an .npz file."""
-    buffer = io.BytesIO()
-    np.savez_compressed(buffer, **decisions)  # type: ignore[arg-type]
-    return buffer.getvalue()
+def keep(
+    folder: Path, subject: probes.Subject, options: Mapping[str, Any], config: Mapping[str, Any], processes: Processes
+) -> Parts:
+    """Where the parts of one model's evaluation are kept: those of an earlier start are used where nothing that they
+    depend on differs (weights, images by their ids, options, batch size, device, threads, versions)."""
+    model: Any = subject.model
+    position = getattr(model, "position", None)
+    told = {
+        "versions": {"vitpos": vitpos.__version__} | {name: version(name) for name in PACKAGES},
+        "options": options, "data": config, "model": repr(model),
+        "encoding": position.resolved if isinstance(position, Position) else None, "subject": subject.told(),
+    }  # fmt: skip
+    digest = hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode())
+    for name, tensor in model.state_dict().items():
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return Parts(folder, digest.hexdigest()[:16], processes)
+
+
+@contextmanager
+def going_on(parts: Parts) -> Iterator[None]:
+    """Inside, a user's error discards the parts; a signal ends with the word that they are kept."""
+    try:
+        yield
+    except (ValueError, TypeError):
+        parts.discard()
+        raise
+    except preemption.Stopped as stopped:
+        raise preemption.Stopped(
+            stopped.number, f"what is measured is kept in {parts.root}; the same command goes on"
+        ) from None
 
 
 def add_differences(

@@ -8,7 +8,9 @@ A probe has two halves, so that every number can be computed again without the m
     scores(arrays, truth)     -> {key: Score}    optional: per-image scores in 0..1, to compare encodings over seeds
 
 `collect` raises NotApplicable, with the reason, for a model or data set that the probe cannot be used on.
-`by_default = False` on the class: it runs only when it is named (it takes long).
+`by_default = False` on the class: it runs only when it is named (it takes long). `in_parts = True`: all its long loops
+are `subject.sweep` or `subject.over_images`, which several processes share and which go on where they were stopped;
+any other probe is one part, measured by one process.
 
 A new probe is one new file in this folder:
 
@@ -58,6 +60,7 @@ class Probe(Protocol):
 
     defaults: dict[str, Any]
     # by_default: bool = True
+    # in_parts: bool = False
     # def views(self, summary: dict[str, Any]) -> list[View]: ...
     # def scores(self, arrays: Arrays, truth: NDArray[np.int64]) -> dict[str, stats.Score]: ...
 
@@ -130,14 +133,22 @@ def evaluate(subject: Subject, probes: Mapping[str, Mapping[str, Any]]) -> Array
         if reason := subject.accepts(subject.size):
             raise ValueError(f"{reason}: these are the images as they are; load them or make the model at another size")
         arrays["plain/pred"] = subject.plain()
+        whole = [name for name in resolved if not getattr(get(name), "in_parts", False)]
+        alone = subject.alone()
+        measured = subject.parts.each(whole, lambda some: (_collect(whole[i], alone, resolved[whole[i]]) for i in some))
+        found = dict(zip(whole, measured))
         for name, options in resolved.items():
-            try:
-                found = get(name).collect(subject, options)
-            except NotApplicable as reason:
-                found = {"not_applicable": np.array(str(reason))}
-            arrays.update({f"{name}/{key}": array for key, array in found.items()})
+            own = found[name] if name in found else _collect(name, subject, options)
+            arrays.update({f"{name}/{key}": array for key, array in own.items()})
     arrays["meta"] = np.array(json.dumps({"schema": "vitpos.predictions/1", "probes": resolved}))
     return arrays
+
+
+def _collect(name: str, subject: Subject, options: Mapping[str, Any]) -> Arrays:
+    try:
+        return get(name).collect(subject, options)
+    except NotApplicable as reason:
+        return {"not_applicable": np.array(str(reason))}
 
 
 def summarize(arrays: Mapping[str, NDArray[Any]]) -> dict[str, Any]:

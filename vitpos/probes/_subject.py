@@ -18,8 +18,11 @@ from torch import Tensor, nn
 
 import vitpos
 from vitpos.composition import Position
+from vitpos.parts import Arrays, Parts
 
 T = TypeVar("T")
+Batch = tuple[slice, Tensor]  # places among 0..N-1, and the data set's indices there
+PARTS = 32  # of the images, about so many: what is lost at most when an evaluation is stopped
 COLUMNS = {  # what a sweep keeps of each image's logits
     "pred": "the decision",
     "logit_change": "largest absolute change over classes against the reference",
@@ -78,13 +81,18 @@ def _columns(logits: Tensor, reference: Tensor, labels: Tensor) -> dict[str, Ten
     }
 
 
+def _joined(parts: Sequence[Arrays]) -> Arrays:
+    return {key: np.concatenate([part[key] for part in parts], axis=-1) for key in parts[0]}
+
+
 class Subject:
     """A model with its images. `mean`, `std`: per channel, of the model's preprocessing.
 
-    `limit` (0: all) takes that many test images by a fixed rule, spread evenly over the data set's order.
-    `track(description, total)` is called when a long loop starts and returns a function to call with
-    progress. The caller's model is on `device` during evaluation only (`evaluating`). `places`: the logit of each class
-    of the images, where the model knows others too; it decides among all of them, or with `restrict` among these.
+    `limit` (0: all) takes that many test images by a fixed rule, spread evenly over the data set's order. `places`: the
+    logit of each class of the images, where the model knows others too; it decides among all of them, or with
+    `restrict` among these. `parts` shares the work among processes and keeps what is measured.
+    `track(description, total)` is called when a long loop starts and returns a function to call with progress. The
+    caller's model is on `device` during evaluation only (`evaluating`).
     """
 
     def __init__(
@@ -100,6 +108,7 @@ class Subject:
         patch: tuple[int, int] | None = None,
         places: Sequence[int] | None = None,
         restrict: bool = False,
+        parts: Parts | None = None,
         track: Callable[[str, int], Callable[[int], None]] | None = None,
     ) -> None:
         if batch_size < 1 or limit < 0:
@@ -118,6 +127,7 @@ class Subject:
         self.ids = [images.ids[i] for i in self.indices.tolist()]
         self._mean = torch.tensor(mean, device=self.device).view(1, -1, 1, 1)
         self._std = torch.tensor(std, device=self.device).view(1, -1, 1, 1)
+        self.parts = parts or Parts()
         self.track = track or (lambda description, total: lambda done: None)
         first = images.batch(self.indices[:1])
         self.size: tuple[int, int] = (first.shape[2], first.shape[3])
@@ -134,6 +144,21 @@ class Subject:
         for start in range(0, len(self.indices), self.batch_size):
             part = slice(start, min(start + self.batch_size, len(self.indices)))
             yield part, self.indices[part]
+
+    def told(self) -> dict[str, Any]:
+        """All but model and pixels that what is measured depends on, as JSON can hold it."""
+        return {
+            "ids": self.ids, "labels": self.labels.tolist(), "size": self.size, "batch_size": self.batch_size,
+            "mean": self._mean.flatten().tolist(), "std": self._std.flatten().tolist(), "patch": self.patch,
+            "policy": self.resize_policy(), "chosen": None if self.chosen is None else self.chosen.tolist(), "device": str(self.device),
+            "threads": torch.get_num_threads(),
+        }  # fmt: skip
+
+    def alone(self) -> Subject:
+        """The same, for a part that one process measures as a whole."""
+        part = copy.copy(self)
+        part.parts = Parts()
+        return part
 
     def some(self, count: int) -> tuple[Subject, NDArray[np.int64]]:
         """The same with at most `count` images (0: all), spread evenly, and their places [n] among 0..N-1."""
@@ -213,20 +238,37 @@ class Subject:
         embedding = {"embedding": entered[0][:, prefix:].mT.unflatten(2, (h, w))}
         return embedding | {f"block {i}": out for i, out in enumerate(maps, 1)}
 
-    def loaded(self) -> Iterator[tuple[slice, Tensor]]:
-        """As `batches`, with pixels [b, C, H, W] on the device in place of indices; decoded by workers where
-        the data set has them."""
+    def loaded(self, batches: Sequence[Batch] | None = None) -> Iterator[tuple[slice, Tensor]]:
+        """As `batches` (all, or those given), with pixels [b, C, H, W] on the device in place of indices; decoded by
+        workers where the data set has them."""
+        batches = list(self.batches()) if batches is None else batches
         if hasattr(self.images, "iterate"):
-            parts, batches = zip(*self.batches())
-            for part, (pixels, _) in zip(parts, self.images.iterate(list(batches))):
+            stream = self.images.iterate([indices for _, indices in batches])
+            for (part, _), (pixels, _) in zip(batches, stream):
                 yield part, pixels.to(self.device, self.dtype)
         else:
-            for part, indices in self.batches():
+            for part, indices in batches:
                 yield part, self.pixels(indices)
 
     def plain(self) -> NDArray[np.int64]:
         """Decisions of ordinary evaluation [N]."""
-        return np.concatenate([self.logits(pixels).argmax(1).numpy() for _, pixels in self.loaded()])
+        return self.over_images(
+            "plain", lambda some: ({"pred": self.logits(x).argmax(1).numpy()} for _, x in self.loaded(some))
+        )["pred"]
+
+    def over_images(self, name: str, measure: Callable[[list[Batch]], Iterable[Arrays]]) -> Arrays:
+        """What `measure` yields for each of the batches that it is given, joined along the last axis over all images:
+        in parts, which processes share and which are kept."""
+        batches = list(self.batches())
+        size = max(1, len(batches) // PARTS)
+        groups = [batches[i : i + size] for i in range(0, len(batches), size)]
+
+        def of(numbers: list[int]) -> Iterator[Arrays]:
+            measured = iter(measure([batch for number in numbers for batch in groups[number]]))
+            for number in numbers:
+                yield _joined([next(measured) for _ in groups[number]])
+
+        return _joined(self.parts.each([name] * len(groups), of))
 
     def sweep(
         self,
@@ -234,26 +276,29 @@ class Subject:
         render: Callable[[Any, T], Tensor],
         description: str,
         *,
-        source: Iterable[tuple[slice, Any]] | None = None,
+        source: Callable[[list[Batch]], Iterable[tuple[slice, Any]]] | None = None,
         model: nn.Module | None = None,
-    ) -> dict[str, NDArray[Any]]:
+    ) -> Arrays:
         """All images under all conditions -> what is kept of the logits, by the names of `COLUMNS`, each [S, N].
 
-        render(batch, condition) gives raw pixels from what `source` yields (the loaded pixels by default). Changes are
-        against the first condition.
+        render(batch, condition) gives raw pixels from what `source` makes of batches (the loaded pixels by default).
+        Changes are against the first condition.
         """
-        shape = len(conditions), len(self.indices)
-        columns = {name: np.zeros(shape, np.int64 if name == "pred" else np.float32) for name in COLUMNS}
-        advance = self.track(description, shape[0] * shape[1])
-        for part, batch in self.loaded() if source is None else source:
-            reference = None
-            for s, condition in enumerate(conditions):
-                logits = self.logits(render(batch, condition), model)
-                reference = logits if reference is None else reference
-                for name, values in _columns(logits, reference, self.labels[part]).items():
-                    columns[name][s, part] = values.numpy()
-                advance(len(logits))
-        return columns
+
+        def measure(some: list[Batch]) -> Iterator[Arrays]:
+            advance = self.track(description, len(conditions) * sum(len(indices) for _, indices in some))
+            for part, batch in (source or self.loaded)(some):
+                rows: list[dict[str, Tensor]] = []
+                reference = None
+                for condition in conditions:
+                    logits = self.logits(render(batch, condition), model)
+                    reference = logits if reference is None else reference
+                    rows.append(_columns(logits, reference, self.labels[part]))
+                    advance(len(logits))
+                kinds = {name: np.int64 if name == "pred" else np.float32 for name in COLUMNS}
+                yield {name: torch.stack([row[name] for row in rows]).numpy().astype(kinds[name]) for name in COLUMNS}
+
+        return self.over_images(description, measure)
 
     def accepts(self, size: tuple[int, int]) -> str:
         """'' if the model runs on images of `size` (h, w), else one line that says why not and what would

@@ -138,6 +138,7 @@ class Resolution:
     takes the sizes of upsample where it is "auto"), `policies` ("default", or a list of resize policies that are
     compared on the same weights), `interpolation` of resized images, `logn`: also with the temperature."""
 
+    in_parts: ClassVar[bool] = True
     defaults: ClassVar[dict[str, Any]] = {
         "upsample": "auto", "canvas": "auto", "zoom": "auto", "policies": "default", "interpolation": "bilinear",
         "logn": False,

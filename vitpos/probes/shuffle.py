@@ -14,7 +14,7 @@ Ostmeier et al. 2024, LieRE, arXiv:2406.10322 (shuffled patches as a test of an 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -25,6 +25,7 @@ from torch import Tensor
 from vitpos import seeds, stats
 from vitpos.probes import Arrays, NotApplicable, Subject, register
 from vitpos.probes._exact import certificate, relative_change, verdict
+from vitpos.probes._subject import Batch
 from vitpos.probes._views import View, table
 
 Block = tuple[int, int]  # pixels
@@ -78,6 +79,7 @@ class Shuffle:
     """Options: `blocks` ("auto", or a list of block sides in patches), `draws`: permutations of each image,
     `images`: at most this many (0: all), `exact_images`: as many are also run in float64."""
 
+    in_parts: ClassVar[bool] = True
     defaults: ClassVar[dict[str, Any]] = {"blocks": "auto", "draws": 3, "images": 0, "exact_images": 8}
 
     def collect(self, subject: Subject, options: Mapping[str, Any]) -> Arrays:
@@ -102,7 +104,9 @@ class Shuffle:
                 pixels, (side * patch[0], side * patch[1]), orders(part.ids[where], draw, side, count)
             )
 
-        source = ((where, (where, pixels)) for where, pixels in part.loaded())
+        def source(some: list[Batch]) -> Iterator[tuple[slice, Any]]:
+            return ((where, (where, pixels)) for where, pixels in part.loaded(some))
+
         columns = part.sweep(conditions, render, "shuffle", source=source)
 
         exact, _ = part.precise().some(options["exact_images"])

@@ -55,6 +55,7 @@ from vitpos.probes._shifts import (
     reflect_shift,
     subpatch_shifts,
 )
+from vitpos.probes._subject import Batch
 from vitpos.probes._views import View, curves, table
 
 MOVES = {"crop": crop_shift, "circular": circular_shift, "reflect": reflect_shift}
@@ -136,6 +137,7 @@ class Translation:
     `fractional` (canvas and circular): also measure those, `zhang`: passes of two random shifts (0: none),
     `zhang_per_image`: a pair for each image in place of one a batch."""
 
+    in_parts: ClassVar[bool] = True
     defaults: ClassVar[dict[str, Any]] = {
         "variants": "auto", "steps": 2, "subpatch": True, "phase": True, "fractional": True, "zhang": 5,
         "zhang_per_image": False,
@@ -177,14 +179,14 @@ class Translation:
 
     @staticmethod
     def _moving(subject: Subject, variant: str, group: str) -> tuple[Any, Any]:
-        """What a sweep of a group starts from, and how that is moved."""
+        """What a sweep of a group makes of batches (None: their pixels), and how that is moved."""
         place: Any = getattr(subject.images, "place", None)
         if variant != "canvas":
             return None, FRACTIONAL.get(group, MOVES.get(variant))
         if group in FRACTIONAL:
             move = FRACTIONAL[group]
-            return subject.batches(), lambda indices, d: move(place(indices, offset=(0, 0)).to(subject.dtype), d)
-        return subject.batches(), lambda indices, offset: place(indices, offset=offset)
+            return iter, lambda indices, d: move(place(indices, offset=(0, 0)).to(subject.dtype), d)
+        return iter, lambda indices, offset: place(indices, offset=offset)
 
     @staticmethod
     def _groups(subject: Subject, variant: str, options: Mapping[str, Any]) -> dict[str, list[Any]]:
@@ -246,8 +248,10 @@ class Translation:
             return torch.cat([moved(batch[i : i + 1], shift) for i, shift in enumerate(shifts)])
 
         conditions = list(itertools.product(range(passes), range(2)))
-        whole: Iterator[tuple[slice, Tensor]] = subject.batches() if variant == "canvas" else subject.loaded()
-        source = ((part, (part, batch)) for part, batch in whole)
+
+        def source(some: list[Batch]) -> Iterator[tuple[slice, Any]]:
+            return ((part, (part, batch)) for part, batch in (some if variant == "canvas" else subject.loaded(some)))
+
         columns = subject.sweep(conditions, render, f"{variant}, zhang", source=source)
         pred = columns["pred"].reshape(passes, 2, n)
         return {"pred": pred, "shifts": drawn, "per_image": np.array(each), "reach": np.array(count)}
