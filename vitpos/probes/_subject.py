@@ -150,8 +150,8 @@ class Subject:
         return {
             "ids": self.ids, "labels": self.labels.tolist(), "size": self.size, "batch_size": self.batch_size,
             "mean": self._mean.flatten().tolist(), "std": self._std.flatten().tolist(), "patch": self.patch,
-            "policy": self.resize_policy(), "chosen": None if self.chosen is None else self.chosen.tolist(), "device": str(self.device),
-            "threads": torch.get_num_threads(),
+            "chosen": None if self.chosen is None else self.chosen.tolist(), "policy": self.resize_policy(),
+            "device": str(self.device), "threads": torch.get_num_threads(),
         }  # fmt: skip
 
     def alone(self) -> Subject:
