@@ -48,7 +48,7 @@ def main(cfg: DictConfig) -> None:
             subject = probes.Subject(
                 source.model, source.images, mean=source.mean, std=source.std,
                 device=device, batch_size=cfg.batch_size, limit=cfg.images, places=source.places,
-                restrict=cfg.restrict, track=functools.partial(track, source.about["label"]),
+                restrict=cfg.restrict, precision=cfg.precision, track=functools.partial(track, source.about["label"]),
             )  # fmt: skip
             subject.parts = evaluation.keep(folder, subject, options, source.about["data"], processes)
             with evaluation.going_on(subject.parts):

@@ -198,6 +198,19 @@ def test_one_checkpoint_policies_and_variants(runs, evaluate):
     assert (runs / "deep" / "a" / "eval" / "report.html").exists()
 
 
+def test_bf16_stands_in_a_table_of_its_own(runs, tmp_path, evaluate):
+    words = [f"checkpoint={runs / 'b'}", *QUICK]
+    code, out, _ = evaluate(*words, "precision=bf16", f"out={tmp_path / 'low'}")
+    assert code == 0
+    assert "plain decisions agree with float32 on" in " ".join(out.split())
+    assert evaluate(*words, f"out={tmp_path / 'full'}")[0] == 0
+    low, full = (report.read(tmp_path / name / "results.json") for name in ("low", "full"))
+    assert (low["provenance"]["precision"], full["provenance"]["precision"]) == ("bf16", "float32")
+    assert low["runs"][0]["float32"]["accuracy"] == full["runs"][0]["accuracy"]
+    both = report.groups({**full, "runs": [*low["runs"], *full["runs"]]})
+    assert [group.apart for group in both] == ["precision bf16", "precision float32"]
+
+
 def test_timm_models_by_name(tmp_path, evaluate):
     code, out, _ = evaluate("model=resnet10t", "data=digits", "data.canvas=64", f"out={tmp_path / 'cnn'}", "images=4")
     assert code == 0
@@ -244,6 +257,7 @@ def test_timm_models_by_name(tmp_path, evaluate):
         (["checkpoint={run}", "data.canvs=32"], "did you mean canvas"),
         (["checkpoint={run}", "device=warp"], "device=warp"),
         (["checkpoint={run}", "batch_size=0"], "batch_size"),
+        (["checkpoint={run}", "precision=fp16"], "precision=fp16 must be one of float32, bf16"),
         (["checkpoint={junk}"], "not a readable safetensors"),
         (["checkpoint={other}"], "do not fit|no vitpos card"),
         (["checkpoint={nine}"], "9 classes"),

@@ -398,3 +398,29 @@ def test_no_warning_is_raised():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         results(Quadrant(), Scenes(), translation={"steps": 1})
+
+
+# --- precision ------------------------------------------------------
+
+
+def test_bf16_is_computed_so_and_says_how_far_it_agrees():
+    model = encoded("ape1d")
+    exact = probes.evaluate(subject(model, Squares(textured=True)), {"translation": {}})
+    low = probes.evaluate(subject(model, Squares(textured=True), precision="bf16"), {"translation": {}})
+    assert "float32" not in probes.summarize(exact)
+    found = probes.summarize(low)["float32"]
+    np.testing.assert_array_equal(low["plain/float32"], exact["plain/pred"])
+    assert found["accuracy"] == probes.summarize(exact)["accuracy"]
+    assert found["agreement"]["value"] == (low["plain/pred"] == exact["plain/pred"]).mean()
+    assert 1e-4 < found["logit_drift"]["value"] < 0.1
+    key = "translation/canvas/patch/true_logit"
+    assert 1e-4 < np.abs(low[key] - exact[key]).max() < 1.0
+
+
+def test_what_is_exact_is_in_float64_whatever_the_precision():
+    model, images = encoded("ape1d"), Squares(textured=True)
+    x = images.batch(torch.arange(6))
+    low, full = subject(model, images, precision="bf16"), subject(model, images)
+    with torch.inference_mode():
+        assert torch.equal(low.precise().logits(x), full.precise().logits(x))
+        assert not torch.equal(low.logits(x), full.logits(x))

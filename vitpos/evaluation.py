@@ -48,7 +48,7 @@ KINDS: dict[str, tuple[type, ...]] = {  # of the keys of configs/eval.yaml
     "checkpoint": (str, type(None)), "runs": (str, type(None)), "timm_model": (str, type(None)),
     "pretrained": (bool,), "model_args": (dict, type(None)), "out": (str, type(None)),
     "probes": (list, str, type(None)), "images": (int,), "batch_size": (int,), "device": (str,),
-    "weights": (str, type(None)), "restrict": (bool,),
+    "weights": (str, type(None)), "restrict": (bool,), "precision": (str,),
     "threads": (int, type(None)), "data": (dict,), "results": (str, type(None)), "compare": (dict,),
     "compare.baseline": (str, type(None)), "compare.metrics": (list, str, type(None)),
     "compare.margin": (float, int, type(None)),
@@ -112,6 +112,8 @@ def check(cfg: DictConfig) -> None:
         )
     if cfg.batch_size < 1:
         raise ValueError(f"batch_size={cfg.batch_size} must be 1 or more")
+    if cfg.precision not in probes.PRECISIONS:
+        raise ValueError(f"precision={cfg.precision} must be one of {', '.join(probes.PRECISIONS)}")
     if cfg.threads is not None and cfg.threads < 1:
         raise ValueError(f"threads={cfg.threads} must be null or 1 or more")
     for key, value in (values["model_args"] or {}).items():
@@ -276,7 +278,7 @@ def provenance(command: str, cfg: DictConfig, device: str) -> dict[str, Any]:
         else f"{device} ({platform.machine()})",
         "threads": torch.get_num_threads(),
         "batch_size": cfg.batch_size,
-        "precision": "float32",
+        "precision": cfg.precision,
         "split": "test",
     }
 

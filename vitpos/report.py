@@ -98,6 +98,7 @@ def setup(run: Run) -> dict[str, Any]:
         "image_size": run["image_size"],
         "images": run["images"],
         "classes": decided(run),
+        "precision": "bf16" if "float32" in run else "float32",
         "patch_size": translation.get("patch_size", resolution.get("patch_size")),
         "options": {name: probe.get("options") for name, probe in run["probes"].items()},
         "shifts": {
@@ -461,6 +462,12 @@ def remarks(group: Group) -> list[str]:
             )
         if classes := decided(run):
             found[f"classes of the test images: {classes} classes of the model"] = None
+        if full := run.get("float32"):
+            found[
+                f"{base_name(run)} ({run['label']}): computed in bf16; its plain decisions agree with float32 on "
+                f"{percent(full['agreement']['value'])}% ({span(full['agreement'])}) of the images, where accuracy is "
+                f"{percent(full['accuracy']['value'])}%"
+            ] = None
         for probe, entry in run["probes"].items():
             for place, why in _not_applicable(entry, (probe,)):
                 found[f"not measured: {', '.join(place)}: {why}"] = None

@@ -37,6 +37,7 @@ from vitpos.probes._subject import NotApplicable, Subject
 from vitpos.spec import nearest
 
 __all__ = [
+    "PRECISIONS",
     "Arrays",
     "NotApplicable",
     "Probe",
@@ -53,6 +54,7 @@ __all__ = [
 ]
 
 Arrays = dict[str, NDArray[Any]]
+PRECISIONS = ("float32", "bf16")
 
 
 class Probe(Protocol):
@@ -132,7 +134,7 @@ def evaluate(subject: Subject, probes: Mapping[str, Mapping[str, Any]]) -> Array
         arrays: Arrays = {"labels": subject.labels.numpy(), "ids": np.array(subject.ids)}
         if reason := subject.accepts(subject.size):
             raise ValueError(f"{reason}: these are the images as they are; load them or make the model at another size")
-        arrays["plain/pred"] = subject.plain()
+        arrays |= {f"plain/{key}": array for key, array in subject.plain().items()}
         whole = [name for name in resolved if not getattr(get(name), "in_parts", False)]
         alone = subject.alone()
         measured = subject.parts.each(whole, lambda some: (_collect(whole[i], alone, resolved[whole[i]]) for i in some))
@@ -161,6 +163,13 @@ def summarize(arrays: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
         "accuracy": stats.accuracy(arrays["plain/pred"] == truth).as_dict(),
         "probes": {},
     }
+    if "plain/float32" in arrays:
+        drift = stats.ratio(arrays["plain/logit_drift"], arrays["plain/logit_norm"]) if len(truth) > 1 else None
+        result["float32"] = {
+            "accuracy": stats.accuracy(arrays["plain/float32"] == truth).as_dict(),
+            "agreement": stats.accuracy(arrays["plain/float32"] == arrays["plain/pred"]).as_dict(),
+            "logit_drift": None if drift is None else drift.as_dict(),
+        }
     for name, options in meta["probes"].items():
         own = _own(arrays, name)
         about = {"definitions": DEFINITIONS[name], "options": options}

@@ -90,9 +90,9 @@ class Subject:
 
     `limit` (0: all) takes that many test images by a fixed rule, spread evenly over the data set's order. `places`: the
     logit of each class of the images, where the model knows others too; it decides among all of them, or with
-    `restrict` among these. `parts` shares the work among processes and keeps what is measured.
-    `track(description, total)` is called when a long loop starts and returns a function to call with progress. The
-    caller's model is on `device` during evaluation only (`evaluating`).
+    `restrict` among these. `precision` "bf16" computes logits under autocast. `parts` shares the work among processes
+    and keeps what is measured. `track(description, total)` is called when a long loop starts and returns a function to
+    call with progress. The caller's model is on `device` during evaluation only (`evaluating`).
     """
 
     def __init__(
@@ -108,6 +108,7 @@ class Subject:
         patch: tuple[int, int] | None = None,
         places: Sequence[int] | None = None,
         restrict: bool = False,
+        precision: str = "float32",
         parts: Parts | None = None,
         track: Callable[[str, int], Callable[[int], None]] | None = None,
     ) -> None:
@@ -127,6 +128,7 @@ class Subject:
         self.ids = [images.ids[i] for i in self.indices.tolist()]
         self._mean = torch.tensor(mean, device=self.device).view(1, -1, 1, 1)
         self._std = torch.tensor(std, device=self.device).view(1, -1, 1, 1)
+        self.low = {"float32": None, "bf16": torch.bfloat16}[precision]  # of logits, by autocast
         self.parts = parts or Parts()
         self.track = track or (lambda description, total: lambda done: None)
         first = images.batch(self.indices[:1])
@@ -151,7 +153,7 @@ class Subject:
             "ids": self.ids, "labels": self.labels.tolist(), "size": self.size, "batch_size": self.batch_size,
             "mean": self._mean.flatten().tolist(), "std": self._std.flatten().tolist(), "patch": self.patch,
             "chosen": None if self.chosen is None else self.chosen.tolist(), "policy": self.resize_policy(),
-            "device": str(self.device), "threads": torch.get_num_threads(),
+            "device": str(self.device), "threads": torch.get_num_threads(), "precision": str(self.low),
         }  # fmt: skip
 
     def alone(self) -> Subject:
@@ -176,7 +178,7 @@ class Subject:
         """The same in float64, with a copy of the model; on the CPU where the device knows no float64."""
         with torch.inference_mode(False):
             part = copy.copy(self)
-            part.dtype, part.model = torch.float64, copy.deepcopy(self.model)
+            part.dtype, part.model, part.low = torch.float64, copy.deepcopy(self.model), None
             part.device = torch.device("cpu") if self.device.type == "mps" else self.device
             part.model.to(part.device, torch.float64)
             part._mean, part._std = (t.to(part.device, torch.float64) for t in (self._mean, self._std))
@@ -210,7 +212,8 @@ class Subject:
     def logits(self, pixels: Tensor, model: nn.Module | None = None, **told: Any) -> Tensor:
         """Normalise, run -> [b, K] on the CPU in this subject's dtype; `told` goes to the model. Everything before this
         (shift, pad, resize) is on raw pixels, so that what is filled in is black, not the mean colour."""
-        out: Tensor = (self.model if model is None else model)(self.normalized(pixels), **told)
+        with torch.autocast(self.device.type, dtype=self.low, enabled=self.low is not None):
+            out: Tensor = (self.model if model is None else model)(self.normalized(pixels), **told)
         return self.decided(out).to(self.dtype).cpu()
 
     def decided(self, logits: Tensor) -> Tensor:
@@ -250,11 +253,23 @@ class Subject:
             for part, indices in batches:
                 yield part, self.pixels(indices)
 
-    def plain(self) -> NDArray[np.int64]:
-        """Decisions of ordinary evaluation [N]."""
-        return self.over_images(
-            "plain", lambda some: ({"pred": self.logits(x).argmax(1).numpy()} for _, x in self.loaded(some))
-        )["pred"]
+    def plain(self) -> Arrays:
+        """Ordinary evaluation: decisions `pred` [N]; at a lower precision also what float32 decides, `float32` [N], and
+        how far logits are from it: `logit_drift` and `logit_norm` as in `COLUMNS`."""
+
+        def measure(some: list[Batch]) -> Iterator[Arrays]:
+            full = copy.copy(self)
+            full.low = None
+            for part, pixels in self.loaded(some):
+                logits = self.logits(pixels)
+                found = {"pred": logits.argmax(1)}
+                if self.low is not None:
+                    columns = _columns(logits, reference := full.logits(pixels), self.labels[part])
+                    found["float32"], found["logit_drift"] = reference.argmax(1), columns["logit_drift"]
+                    found["logit_norm"] = _columns(reference, reference, self.labels[part])["logit_norm"]
+                yield {key: values.numpy() for key, values in found.items()}
+
+        return self.over_images("plain", measure)
 
     def over_images(self, name: str, measure: Callable[[list[Batch]], Iterable[Arrays]]) -> Arrays:
         """What `measure` yields for each of the batches that it is given, joined along the last axis over all images:
