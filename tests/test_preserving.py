@@ -10,6 +10,8 @@ from common import images, randomize_, relative_change, tiny
 from timm.utils import ModelEmaV3
 
 import vitpos
+from vitpos import easing
+from vitpos.encoding import OffsetTable, PairBias
 from vitpos.spec import lookup
 
 IMPOSSIBLE = {"deberta": r"divides the logits by sqrt\(3 d\)", "lookhere": "hides keys"}
@@ -307,3 +309,10 @@ def test_losing_what_was_learned_warns():
     faded = vitpos.set_fade(vitpos.attach(tiny("ape1d", GRID), "none", preserve=True), 0)
     with pytest.warns(vitpos.ColdSwapWarning):
         vitpos.attach(faded, "ape1d")
+
+
+@pytest.mark.parametrize("kind", [OffsetTable, PairBias])
+def test_a_gate_holds_back_the_bias_of_prefix_tokens_too(kind):
+    values = torch.ones(2, 3, 3) if kind is OffsetTable else torch.ones(1, 2, 4, 4)
+    given = easing.gated(kind(values, torch.ones(1, 3)), torch.tensor([0.0, 0.5]))
+    assert given.prefix.tolist() == [[0.0] * 3, [0.5] * 3]
