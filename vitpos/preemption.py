@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -87,4 +88,5 @@ class Request:
         before = self.before.get(number)
         if not callable(before) or before is stop:
             raise Stopped(number, saved)
+        print(f"{signal.Signals(number).name}: {saved}", file=sys.stderr)
         before(number, None)
