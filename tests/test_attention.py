@@ -8,7 +8,7 @@ import torch
 from common import ENCODINGS, GRIDS, PREFIXES, SPECS, coordinates, images, randomize_, relative_change, tiny
 from torch.nn.functional import scaled_dot_product_attention
 
-from vitpos import positions
+from vitpos import kernels, positions
 from vitpos.attention import Signal, expand_angles, expand_bias
 from vitpos.encoding import Angles, Contextual, OffsetTable, PairBias, Rotations, SeparableAngles
 from vitpos.positions import Positions
@@ -162,7 +162,9 @@ def test_separable_angles_are_the_sum_of_their_parts():
     rotation = expand_angles(SeparableAngles(y, x), prefix=1)
     for i in range(2):
         for j in range(5):
-            torch.testing.assert_close(rotation.cos[0, :, 1 + i * 5 + j], (y[:, i] + x[:, j]).cos())
+            phase = y[:, i] + x[:, j]
+            expected = torch.stack([phase.cos(), phase.sin()], dim=-1)
+            torch.testing.assert_close(rotation.turn[0, :, i * 5 + j], expected, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("grid", [(3, 5), (5, 2), (1, 7), (1, 1)])
@@ -274,11 +276,15 @@ def test_everything_meets_in_one_dtype(spec, device, monkeypatch):
     under autocast they share it, a caller's mask included."""
     met = []
 
-    def spy(q, k, v, attn_mask=None, **kwargs):
-        met.append({t.dtype for t in (q, k, v, attn_mask) if t is not None and t.dtype != torch.bool})
-        return scaled_dot_product_attention(q, k, v, attn_mask=attn_mask, **kwargs)
+    def spy_on(kernel):
+        def spy(q, k, v, attn_mask=None, *rest, **kwargs):
+            met.append({t.dtype for t in (q, k, v, attn_mask) if t is not None and t.dtype != torch.bool})
+            return kernel(q, k, v, attn_mask, *rest, **kwargs)
 
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
+        return spy
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy_on(scaled_dot_product_attention))
+    monkeypatch.setattr(kernels, "attend", spy_on(kernels.attend))
     model = fuse(tiny(spec, (3, 5), 1, randomize=False), True).to(device)
     mask = torch.zeros(25, 25, device=device)
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):

@@ -16,6 +16,7 @@ ORDER = [
     "encoding",
     "encodings",
     "easing",
+    "kernels",
     "attention",
     "composition",
     "pages",

@@ -22,7 +22,7 @@ def tables(position, pos, own_table=None):
     signal = position.signal(len(position.layers) - 1, pos, shared).expand()
     found = [position.tokens(pos, owned), signal.bias]
     if isinstance(signal.rotation, PairRotation):
-        found += [signal.rotation.cos, signal.rotation.sin, signal.rotation.basis]
+        found += [signal.rotation.turn, signal.rotation.basis]
     if isinstance(signal.rotation, BlockRotation):
         found.append(signal.rotation.matrix)
     for bias in signal.contextual:

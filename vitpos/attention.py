@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import _global_forward_hooks
 
+from vitpos import kernels
 from vitpos.encoding import (
     AnyAngles,
     Bias,
@@ -34,31 +36,26 @@ def exact(tensor: Tensor) -> AbstractContextManager[object]:
 
 @dataclass(frozen=True)
 class PairRotation:
-    """Rotations of channel pairs: ``cos`` and ``sin`` [1 | B, 1 | h, T, d/2], 1 and 0 for prefix tokens.
+    """Rotations of channel pairs by ``turn`` [1 | B, 1 | h, N, d/2, (cos, sin)]; the first ``prefix`` tokens stay.
 
     ``by_layer`` as in ``Turns``.
     """
 
-    cos: Tensor
-    sin: Tensor
+    turn: Tensor
+    prefix: int
     layout: Layout
-    basis: Tensor | None
-    free_prefix: bool
+    basis: Tensor | None = None
+    free_prefix: bool = False
     by_layer: bool = False
 
     def __call__(self, x: Tensor) -> Tensor:
         """Rotate x [B, h, T, d]: computed in the higher precision of the two, returned in x's dtype."""
-        precise = x.to(torch.promote_types(x.dtype, self.cos.dtype))
+        precise = x
         if self.basis is not None:
+            precise = x.to(torch.promote_types(x.dtype, self.turn.dtype))
             with exact(precise):
                 precise = precise @ self.basis.to(precise.dtype).mT
-        if self.layout == "interleaved":
-            first, second = precise.unflatten(-1, (-1, 2)).unbind(-1)
-        else:
-            first, second = precise.chunk(2, dim=-1)
-        turned = (first * self.cos - second * self.sin, first * self.sin + second * self.cos)
-        joined = torch.stack(turned, dim=-1).flatten(-2) if self.layout == "interleaved" else torch.cat(turned, dim=-1)
-        return joined.to(x.dtype)
+        return kernels.rotated(precise, self.turn, self.layout, self.prefix).to(x.dtype)
 
 
 @dataclass(frozen=True)
@@ -83,7 +80,8 @@ class Signal:
     ``rotation``, ``bias`` [1 | B, 1 | h, T, T] over all tokens and ``contextual``. Doing so early shares the work
     between layers; doing so inside a block keeps what it is given small (gradient checkpointing stores that).
     ``scale`` multiplies the logits of q and k. ``mask`` is the caller's own attention mask: boolean (True: may
-    attend) or added to the logits; ``causal``: no token sees those after it.
+    attend) or added to the logits; ``causal``: no token sees those after it. ``memory``: where dense biases may be kept
+    from one forward to the next.
     """
 
     prefix: int = 0
@@ -95,26 +93,27 @@ class Signal:
     scale: float | Tensor = 1.0
     mask: Tensor | None = None
     causal: bool = False
+    memory: kernels.Memory | None = None
 
     def of_layer(self, layer: int) -> Signal:
         """What one layer is told, where tables for all were made at once."""
         rotation = self.rotation
         if not (isinstance(rotation, PairRotation) and rotation.by_layer):
             return self
-        return replace(
-            self, rotation=replace(rotation, cos=rotation.cos[layer], sin=rotation.sin[layer], by_layer=False)
-        )
+        return replace(self, rotation=replace(rotation, turn=rotation.turn[layer], by_layer=False))
 
     def expand(self) -> Signal:
         """The same signal with ``angles`` and ``biases`` turned into what attention applies."""
+        if self.angles is None and not self.biases:
+            return self
         rotation, bias, contextual = self.rotation, self.bias, self.contextual
         if self.angles is not None:
             rotation = expand_angles(self.angles, self.prefix)
-        for given in self.biases:
+        for place, given in enumerate(self.biases):
             if isinstance(given, Contextual):
                 contextual = (*contextual, given)
             else:
-                dense = expand_bias(given, self.prefix)
+                dense = expand_bias(given, self.prefix, self.memory, place)
                 bias = dense if bias is None else bias + dense
         return replace(self, angles=None, biases=(), contextual=contextual, rotation=rotation, bias=bias)
 
@@ -134,20 +133,29 @@ def expand_angles(angles: AnyAngles, prefix: int) -> PairRotation | BlockRotatio
         before = identity.expand(*matrix.shape[:2], prefix, *matrix.shape[3:])
         return BlockRotation(torch.cat([before, matrix], dim=2), angles.free_prefix)
     if isinstance(angles, Turns):
-        cos, sin = (F.pad(t, (0, 0, prefix, 0), value=v) for t, v in ((angles.cos, 1.0), (angles.sin, 0.0)))
-        return PairRotation(cos, sin, angles.layout, None, False, angles.by_layer)
+        return PairRotation(
+            torch.stack([angles.cos, angles.sin], dim=-1), prefix, angles.layout, by_layer=angles.by_layer
+        )
     if isinstance(angles, SeparableAngles):
-        phase = (angles.y.unsqueeze(-2) + angles.x.unsqueeze(-3)).flatten(-3, -2).unsqueeze(0)  # [1, 1 | h, N, d/2]
+        turn = kernels.turns(angles.y, angles.x).unsqueeze(0)
     else:
-        phase = angles.phase
-    phase = F.pad(phase, (0, 0, prefix, 0))
-    return PairRotation(phase.cos(), phase.sin(), angles.layout, angles.basis, angles.free_prefix)
+        turn = kernels.cos_sin(angles.phase)
+    return PairRotation(turn, prefix, angles.layout, angles.basis, angles.free_prefix)
 
 
-def expand_bias(bias: OffsetTable | PairBias, prefix: int) -> Tensor:
-    """The bias of all token pairs [1 | B, 1 | h, T, T]; an offset table is read one axis at a time."""
+def expand_bias(
+    bias: OffsetTable | PairBias, prefix: int, memory: kernels.Memory | None = None, place: int = 0
+) -> Tensor:
+    """The bias of all token pairs [1 | B, 1 | h, T, T]; ``memory`` and ``place``: see ``kernels.Memory``."""
     if isinstance(bias, OffsetTable):
         heads, rows, columns = bias.values.shape
+        if kernels.eager(bias.values):
+            beside = bias.values.new_zeros(heads, 3) if bias.prefix is None else bias.prefix.to(bias.values.dtype)
+            heads = max(heads, len(beside))
+            table, beside = bias.values.expand(heads, -1, -1), beside.expand(heads, -1)
+            if memory is not None:
+                return memory.dense_bias(place, table, beside, prefix)
+            return kernels.dense_bias(table, beside, prefix)
         height, width = (rows + 1) // 2, (columns + 1) // 2
         table = bias.values.index_select(1, _gaps(height, bias.values)).index_select(2, _gaps(width, bias.values))
         dense = table.unflatten(2, (width, width)).unflatten(1, (height, height)).transpose(2, 3)  # [1 | h, H, W, H, W]
@@ -206,13 +214,18 @@ def with_mask(bias: Tensor | None, mask: Tensor | None, is_causal: bool, q: Tens
     return mask.to(q.dtype) if bias is None else bias + mask.to(q.dtype)
 
 
+def as_signal(given: Signal | Tensor | None, causal: bool = False) -> Signal:
+    """What an attention was given, where a tensor is a caller's mask."""
+    return given if isinstance(given, Signal) else Signal(mask=given, causal=causal)
+
+
 class PositionedAttention:
     """Mixed into what holds timm's attention parameters: softmax attention that takes a ``Signal``."""
 
     def attend(self: Any, q: Tensor, k: Tensor, v: Tensor, signal: Signal | Tensor | None) -> Tensor:
         """q, k and v [B, h, T, d], normalized if they are to be, to [B, T, h d]; a tensor is a caller's mask."""
         batch, heads, tokens, width = q.shape
-        signal = (signal if isinstance(signal, Signal) else Signal(mask=signal)).expand()
+        signal = as_signal(signal).expand()
         if isinstance(signal.scale, Tensor) or signal.scale != 1.0:
             q = q * signal.scale
         bias = signal.bias
@@ -235,16 +248,24 @@ class PositionedAttention:
             patches = self._attend(rotation(q)[:, :, prefix:].to(v.dtype), rotated_k.to(v.dtype), v, patches_bias)
             before = self._attend(q[:, :, :prefix], k, v, None if bias is None else bias[..., :prefix, :])
             x = torch.cat([before, patches], dim=2)
-        return x.transpose(1, 2).reshape(batch, tokens, heads * width)
+        x = x.transpose(1, 2)
+        if torch.compiler.is_exporting():  # what lowers the graph later may pick a kernel of another memory layout
+            x = x.clone(memory_format=torch.contiguous_format)
+        return x.reshape(batch, tokens, heads * width)
 
     def _attend(self: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
         """Softmax attention [B, h, queries, d] by the fused kernel or written out, as timm's switch says."""
         if self.fused_attn:
             dropout = self.attn_drop.p if self.training else 0.0
+            if not dropout and kernels.attends_faster(q, k, v, bias):
+                return kernels.attend(q, k, v, bias, q.shape[-1] ** -0.5)
             return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout)
         logits = (q * self.scale) @ k.transpose(-2, -1)
         logits = logits if bias is None else logits + bias
         return self.attn_drop(logits.softmax(dim=-1)) @ v
+
+
+_NOTHING = (type(None), nn.Identity)
 
 
 class SelfAttention(PositionedAttention):
@@ -257,11 +278,36 @@ class SelfAttention(PositionedAttention):
     def respond(self: Any, x: Tensor, signal: Signal | Tensor | None) -> Tensor:
         """Tokens [B, T, D] to what attention adds to them."""
         gate = None if getattr(self, "gate", None) is None else self.gate(x).sigmoid()
-        q, k, v = self._heads(x)
+        signal = as_signal(signal).expand()
+        if self._splits(x, signal):
+            q, k, v = self._split(x, signal.rotation)  # type: ignore[arg-type]
+            signal = replace(signal, rotation=None)
+        else:
+            q, k, v = self._heads(x)
         x = self.attend(q, k, v, signal)
         x = self.norm(x) if hasattr(self, "norm") else x
         x = x if gate is None else x * gate
         return self.proj_drop(self.proj(x))
+
+    def _splits(self: Any, x: Tensor, signal: Signal) -> bool:
+        """Whether q and k can be rotated where the projection has left them."""
+        rotation = signal.rotation
+        normed = not all(isinstance(getattr(self, name, None), _NOTHING) for name in ("q_norm", "k_norm"))
+        if self.qkv is None or normed or signal.contextual:
+            return False
+        if rotation is None:
+            return kernels.eager(x)
+        if not isinstance(rotation, PairRotation) or rotation.basis is not None:
+            return False
+        return not (rotation.free_prefix and rotation.prefix) and kernels.eager(x, rotation.turn)
+
+    def _split(self: Any, x: Tensor, rotation: PairRotation | None) -> tuple[Tensor, Tensor, Tensor]:
+        packed = self._fused(x).reshape(*x.shape[:2], 3, self.num_heads, -1)
+        if rotation is None:
+            return kernels.split(packed)
+        if _has_readers(self.qkv):
+            packed = packed.clone()
+        return kernels.split(packed, rotation.turn, rotation.layout, rotation.prefix)
 
     def _heads(self: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v, [B, h, T, d] each."""
@@ -283,3 +329,9 @@ class SelfAttention(PositionedAttention):
             return self.qkv(x)
         bias = torch.cat([self.q_bias, self.k_bias, self.v_bias])
         return self.qkv(x) + bias if self.qkv_bias_separate else F.linear(x, self.qkv.weight, bias)
+
+
+def _has_readers(module: nn.Module) -> bool:
+    """Whether someone beside attention may hold on to what the module returns."""
+    hooks = (module._forward_hooks, module._backward_hooks, module._backward_pre_hooks, _global_forward_hooks)
+    return type(module) is not nn.Linear or any(hooks)

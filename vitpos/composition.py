@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from vitpos import easing
+from vitpos import easing, kernels
 from vitpos.attention import Signal, exact
 from vitpos.encoding import Encoding, Geometry
 from vitpos.positions import Positions
@@ -80,6 +80,7 @@ class Position(nn.Module):
         chosen = [(t, cls) for t in spec.terms for cls in self._classes(t)]
         self.shared = nn.ModuleDict({t.name: _build(cls, t, geometry) for t, cls in chosen if not cls.per_layer})
         own = [(t, cls) for t, cls in chosen if cls.per_layer]
+        self.memories = [kernels.Memory() for _ in range(geometry.depth + 1)]  # of each layer, then of what all share
         self.layers = nn.ModuleList(
             nn.ModuleDict({t.name: _build(cls, t, replace(geometry, layer=layer)) for t, cls in own})
             for layer in range(geometry.depth if own else 0)
@@ -143,7 +144,8 @@ class Position(nn.Module):
     def shared_signal(self, pos: Positions, prefix: int, held: Held | None = None) -> Signal:
         """The part of the signal that is the same in every layer, expanded once."""
         with _full_precision(pos):
-            return _signal(Signal(prefix=prefix), self.shared, pos, held or {}).expand()
+            shared = Signal(prefix=prefix, memory=None if self.training else self.memories[-1])
+            return _signal(shared, self.shared, pos, held or {}).expand()
 
     def signal(self, layer: int, pos: Positions, shared: Signal, held: Held | None = None) -> Signal:
         """The signal of one block; ``held`` is what this block holds."""
@@ -151,7 +153,8 @@ class Position(nn.Module):
         if not len(self.layers):
             return shared
         with _full_precision(pos):
-            return _signal(shared, self.layers[layer], pos, held or {})
+            own = replace(shared, memory=None if self.training else self.memories[layer])
+            return _signal(own, self.layers[layer], pos, held or {})
 
     def told(
         self, layer: int, pos: Positions, shared: Signal, held: Held, mask: Tensor | None, is_causal: bool

@@ -13,7 +13,7 @@ from timm import layers
 from timm.models import beit, eva, vision_transformer, vision_transformer_relpos
 from torch import Tensor, nn
 
-from vitpos.attention import PositionedAttention, SelfAttention, Signal
+from vitpos.attention import PositionedAttention, SelfAttention, Signal, as_signal
 
 
 class PatchEmbed(layers.PatchEmbed):
@@ -73,7 +73,7 @@ class Attention(SelfAttention, layers.Attention):
     """timm's ``Attention`` that takes a ``Signal``, or a caller's mask."""
 
     def forward(self, x: Tensor, attn_mask: Tensor | Signal | None = None, is_causal: bool = False) -> Tensor:
-        return self.respond(x, _told(attn_mask, is_causal))
+        return self.respond(x, as_signal(attn_mask, is_causal))
 
 
 class AttentionRope(SelfAttention, layers.AttentionRope):
@@ -83,7 +83,7 @@ class AttentionRope(SelfAttention, layers.AttentionRope):
         self, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | Signal | None = None, is_causal: bool = False
     ) -> Tensor:
         _check_no_tables(rope)
-        return self.respond(x, _told(attn_mask, is_causal))
+        return self.respond(x, as_signal(attn_mask, is_causal))
 
 
 class EvaAttention(SelfAttention, eva.EvaAttention):
@@ -93,7 +93,7 @@ class EvaAttention(SelfAttention, eva.EvaAttention):
         self, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | Signal | None = None, is_causal: bool = False
     ) -> Tensor:
         _check_no_tables(rope)
-        return self.respond(x, _told(attn_mask, is_causal))
+        return self.respond(x, as_signal(attn_mask, is_causal))
 
 
 class BeitAttention(SelfAttention, beit.Attention):
@@ -118,17 +118,13 @@ class ParallelScalingBlock(PositionedAttention, vision_transformer.ParallelScali
         mlp = mlp if self.mlp_bias is None else mlp + self.mlp_bias
         q, k, v = (t.unflatten(-1, (self.num_heads, self.head_dim)) for t in (q, k, v))  # [B, T, h, d]
         q, k, v = self.q_norm(q).transpose(1, 2), self.k_norm(k).transpose(1, 2), v.transpose(1, 2)
-        attended = self.attend(q, k, v, _told(attn_mask, is_causal))
+        attended = self.attend(q, k, v, as_signal(attn_mask, is_causal))
         mlp = self.mlp_drop(self.mlp_act(mlp))
         if self.out_proj is not None:
             y = self.out_proj(torch.cat([attended, mlp], dim=-1))
         else:
             y = self.attn_out_proj(attended) + self.mlp_out_proj(mlp)
         return x + self.drop_path(self.ls(y))
-
-
-def _told(given: Tensor | Signal | None, is_causal: bool) -> Signal:
-    return given if isinstance(given, Signal) else Signal(mask=given, causal=is_causal)
 
 
 def _check_no_tables(rope: Any) -> None:

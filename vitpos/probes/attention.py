@@ -387,9 +387,13 @@ def _split(block: Any, content: Tensor, position: Tensor) -> tuple[Tensor, Tenso
 
 def _overlap(rotation: Any, geometry: Any, prefix: int) -> Tensor:
     """trace(R_q^T R_k) / d for all pairs of patches [N, N], mean over heads."""
-    of = rotation.matrix if hasattr(rotation, "matrix") else rotation.cos
-    units = torch.eye(geometry.head_dim, dtype=torch.float64, device=of.device)
-    turned = (rotation(unit.expand(1, geometry.heads, of.shape[2], -1))[0, :, prefix:] for unit in units)  # [h, N, d]
+    device, tokens = (
+        (rotation.matrix.device, rotation.matrix.shape[2])
+        if hasattr(rotation, "matrix")
+        else (rotation.turn.device, prefix + rotation.turn.shape[2])
+    )
+    units = torch.eye(geometry.head_dim, dtype=torch.float64, device=device)
+    turned = (rotation(unit.expand(1, geometry.heads, tokens, -1))[0, :, prefix:] for unit in units)  # [h, N, d]
     return torch.stack([(t @ t.mT).mean(0) for t in turned]).mean(0)
 
 

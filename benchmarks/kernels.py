@@ -1,0 +1,303 @@
+"""What encodings cost on a CPU in eager mode, next to timm's and to no encoding at all.
+
+python benchmarks/kernels.py [--rounds 30] [--only WORD ...]      (one thread; about 15 minutes on an idle machine)
+
+Rivals take turns within each round, in one process, on the same data. A row holds the median, over rounds, of each
+rival's time divided by the first one's in the same round, with quartiles, and the first one's median in milliseconds.
+The floor is timm's own model without an encoding. A training step is forward and backward, without the optimizer.
+"""
+
+import argparse
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import timm
+import torch
+import torch.nn.functional as F
+from timm.layers import RelPosBias, RotaryEmbeddingCat, RotaryEmbeddingMixed, apply_rot_embed_cat
+from torch import Tensor
+
+import vitpos
+from vitpos import kernels, positions
+from vitpos.attention import expand_angles, expand_bias
+from vitpos.encoding import Geometry
+from vitpos.spec import lookup
+
+Rivals = dict[str, Callable[[], object]]
+GRIDS = {64: 8, 196: 14, 576: 24, 1024: 32}
+TYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
+SMALL: dict[str, Any] = {"embed_dim": 384, "num_heads": 6, "depth": 2, "num_classes": 0}
+TINY: dict[str, Any] = {"embed_dim": 192, "num_heads": 3, "depth": 2, "num_classes": 0}
+CIFAR: dict[str, Any] = {"embed_dim": 192, "num_heads": 3, "depth": 2, "num_classes": 0, "patch_size": 4}
+
+
+class Table:
+    """Runs rivals and prints their row."""
+
+    def __init__(self, rounds: int, only: list[str]):
+        self.rounds, self.only = rounds, only
+
+    def wants(self, title: str) -> bool:
+        return not self.only or any(word in title for word in self.only)
+
+    def race(self, title: str, rivals: Rivals) -> None:
+        if not self.wants(title):
+            return
+        times: dict[str, list[float]] = {name: [] for name in rivals}
+        for run in rivals.values():
+            run()
+        for _ in range(self.rounds):
+            for name, run in rivals.items():
+                start = time.perf_counter()
+                run()
+                times[name].append(time.perf_counter() - start)
+        base, *others = times
+        cells = []
+        for name in others:
+            low, middle, high = statistics.quantiles([a / b for a, b in zip(times[name], times[base])], n=4)
+            cells.append(f"{name} **{middle:.3f}** ({low:.3f}-{high:.3f})")
+        print(f"| {title} | {base}: {1e3 * statistics.median(times[base]):.2f} ms | {'; '.join(cells)} |", flush=True)
+
+
+def both_ways(run: Callable[[], Any], learned: list[Tensor]) -> Callable[[], object]:
+    """Forward, and backward from gradients that stay the same."""
+    weights: list[Tensor] = []
+
+    def step() -> object:
+        out = run()
+        out = out if isinstance(out, tuple) else (out,)
+        weights.extend(torch.randn_like(t) for t in out[len(weights) :])
+        return torch.autograd.grad(out, learned, weights)
+
+    return step
+
+
+def without_gradients(rivals: Rivals) -> Rivals:
+    return {name: torch.no_grad()(run) for name, run in rivals.items()}
+
+
+def rotary(table: Table, count: int, kind: str) -> None:
+    side, heads, width, batch = GRIDS[count], 6, 64, 8
+    embed = RotaryEmbeddingCat(width, in_pixels=False, feat_shape=[side, side]).get_embed()
+    sin, cos = embed.chunk(2, dim=-1)
+    turn = torch.stack([cos[:, ::2], sin[:, ::2]], dim=-1)[None, None]
+    qkv = torch.randn(batch, count + 1, 3, heads, width, dtype=TYPES[kind], requires_grad=True)
+    own = qkv.detach().clone().requires_grad_()  # the kernel rotates it where it lies
+    embed = embed.to(TYPES[kind])
+
+    def theirs(rotates: bool = True) -> tuple[Tensor, ...]:
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        if rotates:
+            q, k = (torch.cat([t[:, :, :1], apply_rot_embed_cat(t[:, :, 1:], embed)], dim=2) for t in (q, k))
+        return q, k, v
+
+    where = f"{kind}, N={count}"
+    ours = {"timm": theirs, "vitpos": lambda: kernels.split(own, turn, prefix=1)}
+    table.race(f"rotary apply, {where}", without_gradients(ours))
+    learned = {"timm": [qkv], "vitpos": [own]}
+    rivals = {name: both_ways(run, learned[name]) for name, run in ours.items()}
+    rivals["timm's split alone"] = both_ways(lambda: theirs(False), [qkv])
+    rivals["vitpos's split alone"] = both_ways(lambda: kernels.split(own), [own])
+    table.race(f"split + rotate, both ways, {where}", rivals)
+
+
+def geometry(side: int) -> Geometry:
+    return Geometry(dim=384, heads=6, head_dim=64, depth=12, grid=(side, side))
+
+
+def mixed_tables(table: Table, count: int) -> None:
+    side = GRIDS[count]
+    theirs = RotaryEmbeddingMixed(dim=384, depth=12, num_heads=6, feat_shape=[side, side])
+    layers = [lookup("rope_mixed")(geometry(side)) for _ in range(12)]
+    pos = positions.grid(side, side)
+
+    def run() -> tuple[Tensor, ...]:
+        return tuple(expand_angles(layer.angles(pos), 0).turn for layer in layers)
+
+    rivals: Rivals = {"timm": theirs.get_embed, "vitpos": run}
+    table.race(f"rope_mixed tables of 12 layers, N={count}", without_gradients(rivals))
+    learned = [layer.weight for layer in layers]
+    rivals = {"timm": both_ways(theirs.get_embed, [theirs.freqs]), "vitpos": both_ways(run, learned)}
+    table.race(f"rope_mixed tables of 12 layers, both ways, N={count}", rivals)
+
+
+def bias(table: Table, count: int) -> None:
+    side = GRIDS[count]
+    theirs = RelPosBias((side, side), 6)
+    ours = lookup("rpb")(geometry(side))
+    pos = positions.grid(side, side)
+    rivals: Rivals = {"timm": theirs.get_bias, "vitpos": lambda: expand_bias(ours.bias(pos), 0)}
+    table.race(f"bias, N={count}", without_gradients(rivals))
+    learned = {"timm": [theirs.relative_position_bias_table], "vitpos": [ours.table]}
+    table.race(f"bias, both ways, N={count}", {n: both_ways(run, learned[n]) for n, run in rivals.items()})
+
+
+def attention(table: Table, count: int, kind: str) -> None:
+    heads, width, batch = 6, 64, {64: 32, 196: 8, 576: 2, 1024: 1}[count]
+    tokens, dtype = count + 1, TYPES[kind]
+    given = [torch.randn(batch, tokens, heads, width, dtype=dtype, requires_grad=True) for _ in range(3)]
+    q, k, v = (t.transpose(1, 2) for t in given)
+    learned = torch.randn(1, heads, tokens, tokens, dtype=dtype, requires_grad=True)
+
+    def fused(bias: Tensor | None) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+
+    def ours(bias: Tensor | None) -> Tensor:
+        return kernels.attend(q, k, v, bias, width**-0.5)
+
+    where = f"{kind}, N={count}, B={batch}"
+    rivals = {
+        "fused, no bias": both_ways(lambda: fused(None), given),
+        "fused, bias": both_ways(lambda: fused(learned), [*given, learned]),
+        "vitpos, bias": both_ways(lambda: ours(learned), [*given, learned]),
+        "vitpos, no bias": both_ways(lambda: ours(None), given),
+    }
+    table.race(f"attention, both ways, {where}", rivals)
+    rivals = {
+        "fused, no bias": lambda: fused(None), "fused, bias": lambda: fused(learned),
+        "vitpos, bias": lambda: ours(learned), "vitpos, no bias": lambda: ours(None),
+    }  # fmt: skip
+    table.race(f"attention, {where}", without_gradients(rivals))
+
+
+THEIRS = {  # timm's models with an encoding inside
+    "timm rope": ("vit_small_patch16_rope_224", {}),
+    "timm rope_mixed": ("vit_small_patch16_rope_mixed_224", {}),
+    "timm rpb": ("vit_relpos_base_patch16_cls_224", {"rel_pos_type": "bias"}),
+}
+
+
+def models(side: int, sizes: dict[str, Any], specs: list[str]) -> dict[str, Any]:
+    """By what is written in the table; the floor first."""
+    image = side * sizes.get("patch_size", 16)
+    sizes = {**sizes, "img_size": image, "init_values": None}
+    plain = "vit_small_patch16_224"
+    found = {"timm none": timm.create_model(plain, pos_embed="none", **sizes)}
+    for spec in specs:
+        if spec in THEIRS:
+            name, more = THEIRS[spec]
+            kept = {k: v for k, v in sizes.items() if k != "init_values" or "relpos" not in name}
+            found[spec] = timm.create_model(name, **{**kept, **more})
+        else:
+            found[spec] = vitpos.create_model(plain, spec, **sizes)
+    return found
+
+
+def whole(table: Table, title: str, side: int, batch: int, sizes: dict[str, Any], kind: str, specs: list[str]) -> None:
+    """Whole models of two blocks: patch embedding and final norm are among what is timed."""
+    if not (table.wants(f"inference, {title}") or table.wants(f"training step, {title}")):
+        return
+    found = models(side, sizes, specs)
+    step = sizes.get("patch_size", 16)
+    x = torch.randn(batch, 3, side * step, side * step)
+
+    def forward(model: Any) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=kind == "bf16"):
+            return model.forward_features(x)
+
+    def train(model: Any) -> None:
+        model.zero_grad(set_to_none=True)
+        forward(model).float().square().mean().backward()
+
+    def inference(model: Any) -> None:
+        with torch.inference_mode():
+            forward(model)
+
+    for model in found.values():
+        model.eval()
+    table.race(f"inference, {title}, {kind}", {n: lambda m=m: inference(m) for n, m in found.items()})
+    for model in found.values():
+        model.train()
+    table.race(f"training step, {title}, {kind}", {n: lambda m=m: train(m) for n, m in found.items()})
+
+
+def compiled(table: Table) -> None:
+    """Inference under torch.compile, next to the eager floor."""
+    if not table.wants("compiled"):
+        return
+    found = models(14, SMALL, ["none", "rope_axial", "rope_mixed", "rpb", *THEIRS])
+    x = torch.randn(2, 3, 224, 224)
+    rivals: Rivals = {}
+    for name, model in found.items():
+        model.eval()
+        if name == "timm none":
+            rivals["timm none, eager"] = lambda m=model: m.forward_features(x)
+        compiled_one = torch.compile(model.forward_features)
+        rivals[name] = lambda run=compiled_one: run(x)
+    table.race("compiled, inference, S, N=197, B=2, float32", without_gradients(rivals))
+
+
+PEAK = """
+import resource, sys, timm, torch, vitpos
+sys.path.insert(0, {here!r})
+from kernels import TINY, models
+torch.set_num_threads(1)
+model = models(32, {{**TINY, "depth": 12}}, [{spec!r}])[{spec!r}].train()
+x = torch.randn(1, 3, 512, 512)
+for _ in range(3):
+    model.zero_grad()
+    model.forward_features(x).square().mean().backward()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+"""
+
+
+def memory(table: Table, repeats: int = 3) -> None:
+    if not table.wants("memory"):
+        return
+    cells = []
+    for spec in ("timm none", "timm rpb", "rpb", "timm rope", "rope_axial", "timm rope_mixed", "rope_mixed"):
+        code = PEAK.format(here=sys.path[0], spec=spec)
+        peaks = [
+            float(
+                subprocess.run(
+                    [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True
+                ).stdout
+            )
+            for _ in range(repeats)
+        ]
+        cells.append(f"{spec} {statistics.median(peaks):.0f} ({min(peaks):.0f}-{max(peaks):.0f})")
+    print(
+        f"| peak memory of training in MiB, Ti of 12 blocks, N=1025, B=1 | {repeats} processes each | {'; '.join(cells)} |"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--only", nargs="*", default=[], help="rows whose title holds one of these")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    warnings.simplefilter("ignore")
+    table = Table(args.rounds, args.only)
+    print(f"torch {torch.__version__}, timm {timm.__version__}, {torch.backends.cpu.get_cpu_capability()}, one thread")
+    print("| what | base | ratio to the base: median (quartiles) |\n| --- | --- | --- |")
+    for kind in TYPES:
+        for count in GRIDS:
+            rotary(table, count, kind)
+    for count in GRIDS:
+        mixed_tables(table, count)
+        bias(table, count)
+    for kind in TYPES:
+        for count in GRIDS:
+            attention(table, count, kind)
+    main_ones = ["none", "rope_axial", "rope_mixed", "rpb", *THEIRS]
+    whole(table, "S, N=197, B=2", 14, 2, SMALL, "float32", main_ones)
+    whole(table, "S, N=577, B=1", 24, 1, SMALL, "float32", main_ones)
+    whole(table, "Ti, N=1025, B=1", 32, 1, TINY, "float32", main_ones)
+    whole(table, "CIFAR, N=65, B=32", 8, 32, CIFAR, "float32", main_ones)
+    whole(table, "CIFAR, N=65, B=32", 8, 32, CIFAR, "bf16", main_ones)
+    whole(table, "S, N=197, B=2", 14, 2, SMALL, "bf16", main_ones)
+    rest = [name for name in vitpos.list_encodings() if name not in (*main_ones, "native")]
+    whole(table, "S, every other encoding, N=197, B=2", 14, 2, SMALL, "float32", ["none", *rest])
+    compiled(table)
+    memory(table)
+
+
+if __name__ == "__main__":
+    main()

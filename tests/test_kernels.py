@@ -1,0 +1,304 @@
+"""Each kernel against its plain path: values, gradients, their gradients; and that it steps aside where it must."""
+
+import copy
+import itertools
+import pickle
+
+import pytest
+import torch
+from common import images, tiny
+from torch.autograd import forward_ad
+from torch.utils.flop_counter import FlopCounterMode
+
+from vitpos import kernels
+from vitpos.attention import expand_bias
+from vitpos.encoding import OffsetTable
+
+GRIDS = [(3, 5), (7, 11), (13, 2)]
+FORWARD, GRADIENT = 1e-6, 2e-6  # relative to the largest value, in float32
+
+
+def apart(ours, theirs):
+    return ((ours - theirs).abs().max() / theirs.abs().max()).item()
+
+
+def gradients(function, *given):
+    """What comes out, and its gradient by each given tensor that learns."""
+    given = [t.clone().requires_grad_(t.requires_grad) if isinstance(t, torch.Tensor) else t for t in given]
+    out = function(*[t.clone() if isinstance(t, torch.Tensor) else t for t in given])
+    out = out if isinstance(out, torch.Tensor) else torch.stack(out)
+    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(out.dtype)
+    learned = [t for t in given if isinstance(t, torch.Tensor) and t.requires_grad]
+    return [out.detach(), *torch.autograd.grad(out, learned, weight)]
+
+
+def agree(kernel, plain, *given):
+    ours, theirs = gradients(kernel, *given), gradients(plain, *given)
+    assert len(ours) == len(theirs) > 1
+    assert apart(ours[0], theirs[0]) < FORWARD
+    for a, b in zip(ours[1:], theirs[1:]):
+        assert apart(a, b) < GRADIENT
+
+
+def packed(tokens, heads, width, batch=2, dtype=torch.float32):
+    return torch.randn(batch, tokens, 3, heads, width, dtype=dtype, requires_grad=True)
+
+
+def turning(count, heads, pairs, batch=1, dtype=torch.float32):
+    phase = torch.randn(batch, heads, count, pairs, dtype=dtype) * 3
+    return kernels.cos_sin(phase).requires_grad_()
+
+
+def plain_split(qkv, turn, layout, prefix):
+    q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+    if turn is not None:
+        q, k = (kernels.rotated(x, turn, layout, prefix) for x in (q, k))
+    return q, k, v
+
+
+@pytest.mark.parametrize("layout", ["interleaved", "half"])
+@pytest.mark.parametrize(("grid", "prefix", "width"), list(zip(GRIDS, (0, 1, 5), (32, 64, 128))))
+@pytest.mark.parametrize(("batch", "heads"), [(1, 1), (1, 3), (2, 1), (2, 3)])
+def test_split_rotates(grid, prefix, width, layout, batch, heads):
+    count = grid[0] * grid[1]
+    turn = turning(count, heads, width // 2, batch)
+    agree(kernels.split, plain_split, packed(prefix + count, 3, width), turn, layout, prefix)
+    agree(kernels.split, plain_split, packed(prefix + count, 3, width), turn.detach(), layout, prefix)
+
+
+def test_split_without_a_rotation():
+    agree(kernels.split, plain_split, packed(6, 3, 8), None, "interleaved", 0)
+
+
+def test_a_rotation_the_other_way_is_seen():
+    qkv, turn = packed(15, 3, 8).detach(), turning(15, 3, 4).detach()
+    ours = torch.stack(kernels.split(qkv.clone(), kernels.backwards(turn)))
+    assert apart(ours, torch.stack(plain_split(qkv, turn, "interleaved", 0))) > 0.1
+
+
+@pytest.mark.parametrize("layout", ["interleaved", "half"])
+def test_gradients_of_gradients_of_split(layout):
+    """By finite differences, in float64; |c| = 1 is not assumed."""
+    qkv = packed(4, 2, 4, dtype=torch.float64)
+    turn = torch.randn(1, 2, 3, 2, 2, dtype=torch.float64, requires_grad=True)
+
+    def run(qkv, turn):
+        return tuple(t * 1.0 for t in kernels.split(qkv.clone(), turn, layout, 1))
+
+    assert torch.autograd.gradcheck(run, (qkv, turn))
+    assert torch.autograd.gradgradcheck(run, (qkv, turn))
+
+
+@pytest.mark.parametrize("layout", ["interleaved", "half"])
+def test_bfloat16_is_rotated_in_float32(layout):
+    qkv = packed(16, 3, 32).detach().bfloat16().requires_grad_()
+    turn = turning(15, 1, 16).detach()
+    for ours, theirs in zip(*(gradients(f, qkv, turn, layout, 1) for f in (kernels.split, plain_split))):
+        assert ours.dtype == torch.bfloat16
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_turns_of_a_sum(count):
+    y, x = (torch.randn(count, side, 6, requires_grad=True) * 4 for side in (7, 11))
+    agree(
+        kernels.turns, lambda y, x: kernels.cos_sin((y[:, :, None] + x[:, None]).flatten(1, 2)),
+        y.detach().requires_grad_(), x.detach().requires_grad_(),
+    )  # fmt: skip
+
+
+def plain_bias(table, beside, prefix):
+    """Pair by pair."""
+    height, width = ((side + 1) // 2 for side in table.shape[1:])
+    rows = []
+    for a in range(-prefix, height * width):
+        row = []
+        for b in range(-prefix, height * width):
+            if a < 0 or b < 0:
+                row.append(beside[:, 2 if a < 0 and b < 0 else 0 if a < 0 else 1])
+            else:
+                (i, j), (k, m) = divmod(a, width), divmod(b, width)
+                row.append(table[:, i - k + height - 1, j - m + width - 1])
+        rows.append(torch.stack(row, dim=-1))
+    return torch.stack(rows, dim=-2).unsqueeze(0)
+
+
+@pytest.mark.parametrize("by_index", [0, 512])
+@pytest.mark.parametrize(("grid", "prefix"), [*zip(GRIDS, (0, 1, 5)), ((1, 1), 1), ((1, 6), 0)])
+def test_dense_bias(grid, prefix, by_index, monkeypatch):
+    monkeypatch.setattr(kernels, "BY_INDEX", by_index)
+    table = torch.randn(3, 2 * grid[0] - 1, 2 * grid[1] - 1, requires_grad=True)
+    beside = torch.randn(3, 3, requires_grad=True)
+    if prefix:
+        agree(kernels.dense_bias, plain_bias, table, beside, prefix)
+    else:
+        agree(kernels.dense_bias, plain_bias, table, beside.detach(), prefix)
+    mirrored = kernels.dense_bias(table.flip(1), beside, prefix)
+    assert grid[0] == 1 or apart(mirrored, plain_bias(table, beside, prefix)) > 0.1
+
+
+def test_gradients_of_gradients_of_a_dense_bias(monkeypatch):
+    monkeypatch.setattr(kernels, "BY_INDEX", 0)
+    table, beside = (torch.randn(2, *shape, dtype=torch.float64, requires_grad=True) for shape in ((3, 5), (3,)))
+    assert torch.autograd.gradcheck(lambda t, b: kernels.dense_bias(t, b, 1), (table, beside))
+    assert torch.autograd.gradgradcheck(lambda t, b: kernels.dense_bias(t, b, 1), (table, beside))
+
+
+def test_an_expanded_bias_takes_the_kernel_and_equals_the_compiled_path(monkeypatch):
+    table = OffsetTable(torch.randn(2, 5, 7), torch.randn(1, 3))
+    ours = expand_bias(table, 2)
+    monkeypatch.setattr(kernels, "eager", lambda *tensors: False)
+    assert torch.equal(ours, expand_bias(table, 2))
+
+
+@pytest.mark.parametrize("chunk", [1, 700, 10**6])  # one head, some heads, some images at a time
+@pytest.mark.parametrize("shape", [(1, 3), (1, 1), (4, 3), (4, 1)])
+@pytest.mark.parametrize("tokens", [2, 13, 82])
+def test_attend(tokens, shape, chunk, monkeypatch):
+    monkeypatch.setattr(kernels, "CHUNK", chunk)
+    q, k, v = (t.detach().transpose(1, 2).requires_grad_() for t in packed(tokens, 3, 32, batch=4).unbind(2))
+    bias = torch.randn(*shape, tokens, tokens, requires_grad=True)
+    agree(kernels.attend, kernels.explicit, q, k, v, bias, 0.3)
+    agree(kernels.attend, kernels.explicit, q, k, v, bias.detach(), 0.3)
+    agree(kernels.attend, kernels.explicit, q, k, v, None, 0.3)
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+    assert apart(kernels.attend(q, k, v, bias, 32**-0.5), out) < FORWARD
+    assert apart(kernels.attend(q, k, v, -bias, 32**-0.5), out) > 1e-2
+
+
+def test_gradients_of_gradients_of_attend(monkeypatch):
+    monkeypatch.setattr(kernels, "CHUNK", 1)
+    given = [torch.randn(2, 2, 3, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    bias = torch.randn(1, 2, 3, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda *t: kernels.attend(*t, 0.5), (*given, bias))
+    assert torch.autograd.gradgradcheck(lambda *t: kernels.attend(*t, 0.5), (*given, bias))
+
+
+def test_attend_keeps_a_masked_key_out():
+    q, k, v = (torch.randn(2, 3, 5, 8) for _ in range(3))
+    bias = torch.zeros(1, 1, 5, 5).index_fill_(3, torch.tensor([2]), -torch.inf).requires_grad_()
+    out = kernels.attend(q, k, v, bias, 0.3)
+    v[:, :, 2] = 1e6
+    assert torch.equal(kernels.attend(q, k, v, bias, 0.3), out)
+
+
+SPECS = ["none", "rope_axial", "rope_mixed + rpb(prefix=True)", "rope_dinov3 + alibi2d", "rope_axial(free_prefix=True)"]
+
+
+def outputs(spec, prefix, dtype=torch.float32):
+    """A model's output and all gradients; the model is the same each time."""
+    model = tiny(spec, (7, 11), prefix, heads=2, dim=32).to(dtype)
+    for block in model.blocks:
+        block.attn.fused_attn = True
+    out = model.forward_features(images((7, 11)).to(dtype))
+    (out * torch.linspace(-1, 1, out.numel()).sin().view(out.shape).to(dtype)).sum().backward()
+    return [out.detach(), *(p.grad for _, p in sorted(model.named_parameters()) if p.grad is not None)]
+
+
+@pytest.mark.parametrize("prefix", [0, 1, 5])
+@pytest.mark.parametrize("spec", SPECS)
+def test_models_agree(spec, prefix, monkeypatch):
+    called = []
+    apply = kernels._Split.apply
+    monkeypatch.setattr(kernels._Split, "apply", lambda *given: called.append(given) or apply(*given))
+    ours = outputs(spec, prefix)
+    assert bool(called) == (not ("free_prefix" in spec and prefix))
+    monkeypatch.setattr(kernels, "eager", lambda *tensors: False)
+    theirs = outputs(spec, prefix)
+    scale = max(t.abs().max() for t in theirs[1:])
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a - b).abs().max() < 2e-5 * max(b.abs().max(), scale * 1e-2)
+
+
+def test_a_hook_on_the_projection_sees_what_it_projected():
+    """What a feature extractor holds on to is not rotated under its hands."""
+    model = tiny("rope_axial", (3, 5), 0).float()
+    expected, seen = [], []
+    attention = model.blocks[0].attn
+    attention.register_forward_pre_hook(lambda module, given: expected.append(module.qkv(given[0]).detach()))
+    out = model(images((3, 5)).float())
+    expected.clear()
+    attention.qkv.register_forward_hook(lambda module, given, result: seen.append(result))
+    assert torch.equal(model(images((3, 5)).float()), out)
+    assert torch.equal(seen[-1], expected[-1])
+
+
+def test_kernels_step_aside():
+    x = torch.randn(3)
+    answers = []
+    assert kernels.eager(x, torch.nn.Parameter(x))
+    torch.func.vmap(lambda t: answers.append(kernels.eager(t)) or t)(x)
+    torch.func.grad(lambda t: answers.append(kernels.eager(t)) or t.sum())(x)
+    with pytest.warns(FutureWarning, match="deprecated"):
+        torch.jit.trace(lambda t: answers.append(kernels.eager(t)) or t + 1, (x,), check_trace=False)
+    with forward_ad.dual_level():
+        answers.append(kernels.eager(x))
+    with FlopCounterMode(display=False):
+        answers.append(kernels.eager(x))
+    answers.append(kernels.eager(x.to("meta")))
+    assert answers == [False] * len(answers)
+    assert len(answers) >= 6
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def compiled(t):
+        return t + (1 if kernels.eager(t) else 2)
+
+    assert torch.equal(compiled(x), x + 2)
+
+
+def test_dropout_of_attention_is_not_forgotten(monkeypatch):
+    """A bias that learns takes the kernel, but not where attention weights are dropped."""
+    calls = []
+    attend = kernels.attend
+    monkeypatch.setattr(kernels, "attend", lambda *given: calls.append(1) or attend(*given))
+    for rate, expected in itertools.product((0.0, 0.5), (True, False)):
+        model = tiny("rpb", (3, 5), 0, depth=1).float().train(expected)
+        model.blocks[0].attn.fused_attn = True
+        model.blocks[0].attn.attn_drop.p = rate
+        calls.clear()
+        model(images((3, 5)).float())
+        assert bool(calls) == (rate == 0.0 or not expected)
+
+
+def test_a_bias_is_remembered_while_nothing_changes(monkeypatch):
+    """In evaluation without gradients; the memory looks at values, which fused optimizers change unseen."""
+    made = []
+    dense = kernels.dense_bias
+    monkeypatch.setattr(kernels, "dense_bias", lambda *given: made.append(1) or dense(*given))
+    model = tiny("rpb", (3, 5), 1, depth=2).float().eval()
+    x = images((3, 5)).float()
+
+    def new():
+        made.clear()
+        with torch.no_grad():
+            return model(x), len(made)
+
+    first, count = new()
+    assert count == 2
+    again, count = new()
+    assert count == 0
+    assert torch.equal(first, again)
+    model.position.layers[0]["rpb"].table.data[0, 2, 4] += 1.0
+    moved, count = new()
+    assert count == 1
+    assert not torch.equal(moved, first)
+    with torch.inference_mode():
+        made.clear()
+        assert torch.equal(model(x), moved)
+        model(images((5, 3)).float())
+        assert len(made) == 2  # another grid
+    model(x).sum().backward()  # with gradients
+    assert len(made) == 4
+    for _ in range(2):
+        assert torch.equal(new()[0], moved)
+    model.double()
+    made.clear()
+    with torch.no_grad():
+        model(x.double())
+    assert len(made) == 2
+    model.float().train()
+    assert new()[1] == new()[1] == 2
+    assert len(pickle.dumps(copy.deepcopy(model.eval()))) == len(pickle.dumps(model))
+    monkeypatch.setattr(kernels, "REMEMBERED", 10)
+    new()
+    assert new()[1] == 2

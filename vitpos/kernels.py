@@ -1,0 +1,366 @@
+"""Kernels for a CPU in eager mode: each does what a plain path does, in fewer passes over memory.
+
+``split`` cuts q, k and v out of their packed projection and rotates them in place, with one packed gradient;
+``dense_bias`` writes an offset table out for all pairs of tokens; ``attend`` is attention whose bias learns, or in
+bfloat16. Whoever calls them asks ``eager`` first, and has a plain path for when it says no. What was measured is in
+docs/speed.md, by benchmarks/kernels.py. Legend as in ``attention.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from vitpos.encoding import Layout
+
+BY_INDEX = 512  # patches up to which a dense bias is gathered by an index; above, runs of it are copied
+BRIEF = 1100  # tokens up to which attention in bfloat16 is written out
+REMEMBERED = 2**22  # entries up to which a dense bias is kept from one forward to the next
+CHUNK = 120_000  # logits that are worked on at a time, so that they stay in the cache
+
+
+def eager(*tensors: Tensor) -> bool:
+    """Whether kernels may serve: plain tensors on a CPU, and nothing that records, compiles or transforms."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or is_in_torch_dispatch_mode():
+        return False
+    if forward_ad._current_level >= 0:
+        return False
+    return all(
+        type(t) in (Tensor, nn.Parameter)
+        and t.device.type == "cpu"
+        and not torch._C._functorch.is_functorch_wrapped_tensor(t)
+        for t in tensors
+    )
+
+
+def split(
+    qkv: Tensor, turn: Tensor | None = None, layout: Layout = "interleaved", prefix: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v, views [B, h, T, d] of ``qkv`` [B, T, 3, h, d], with q and k of the patches rotated there.
+
+    ``turn`` [1 | B, 1 | h, N, d/2, (cos, sin)]; the first ``prefix`` tokens stay as they are. ``qkv`` is overwritten,
+    so nobody else may read it. Rotations are computed in the higher precision of the two.
+    """
+    return _Split.apply(qkv, turn, layout, prefix)
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, turn: Tensor | None, layout: Layout, prefix: int) -> tuple[Tensor, ...]:
+        ctx.layout, ctx.prefix = layout, prefix
+        if turn is not None:
+            patches = qkv[:, prefix:, :2]
+            _rotate(patches, turn.transpose(1, 2).unsqueeze(2), layout, out=patches)
+        q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))
+        ctx.save_for_backward(turn, *((q, k) if ctx.needs_input_grad[1] else ()))
+        return q, k, v
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        turn, *turned = ctx.saved_tensors
+        start, layout = ctx.prefix, ctx.layout
+        pairs = [(y[:, :, start:], g[:, :, start:]) for y, g in zip(turned, grads)]
+        grad_turn = _turn_gradient(turn, pairs, layout) if pairs else None
+        if torch.is_grad_enabled():  # the gradient is itself to be differentiated
+            q, k, v = grads
+            if turn is not None:
+                q, k = (rotated(g, backwards(turn), layout, start) for g in (q, k))
+            return torch.stack([g.transpose(1, 2) for g in (q, k, v)], dim=2), grad_turn, None, None
+        batch, heads, tokens, width = grads[0].shape
+        grad = grads[0].new_empty(batch, tokens, 3, heads, width)
+        back = None if turn is None else backwards(turn).transpose(1, 2)
+        for i, given in enumerate(g.transpose(1, 2) for g in grads):
+            if back is None or i == 2:
+                grad[:, :, i] = given
+            else:
+                grad[:, :start, i] = given[:, :start]
+                _rotate(given[:, start:], back, layout, out=grad[:, start:, i])
+        return grad, grad_turn, None, None
+
+
+def _rotate(x: Tensor, turn: Tensor, layout: Layout, out: Tensor) -> None:
+    """Write x [..., d], rotated by ``turn`` [..., d/2, 2], to ``out`` of x's dtype, which may be x."""
+    precise = x.to(torch.promote_types(x.dtype, turn.dtype))
+    turn = turn.to(precise.dtype)
+    if layout == "half":
+        (first, second), (cos, sin) = precise.chunk(2, dim=-1), turn.unbind(-1)
+        turned = (first * cos).addcmul_(second, sin, value=-1), (first * sin).addcmul_(second, cos)
+        for part, to in zip(turned, out.chunk(2, dim=-1)):
+            to.copy_(part)
+        return
+    target = out if out.dtype == precise.dtype else precise
+    torch.mul(_complex(precise, layout), torch.view_as_complex(turn), out=_complex(target, layout))
+    if target is not out:
+        out.copy_(target)
+
+
+def rotated(x: Tensor, turn: Tensor, layout: Layout, prefix: int) -> Tensor:
+    """x [B, h, T, d] with its patches rotated: the plain path of what ``split`` does to q and k."""
+    precise = x.to(torch.promote_types(x.dtype, turn.dtype))
+    cos, sin = turn.unbind(-1)
+    before, patches = precise[:, :, :prefix], precise[:, :, prefix:]
+    if layout == "interleaved":
+        first, second = patches.unflatten(-1, (-1, 2)).unbind(-1)
+    else:
+        first, second = patches.chunk(2, dim=-1)
+    parts = (first * cos - second * sin, first * sin + second * cos)
+    patches = torch.stack(parts, dim=-1).flatten(-2) if layout == "interleaved" else torch.cat(parts, dim=-1)
+    return (torch.cat([before, patches], dim=2) if prefix else patches).to(x.dtype)
+
+
+def backwards(turn: Tensor) -> Tensor:
+    """The inverse rotation."""
+    return turn * turn.new_tensor([1.0, -1.0])
+
+
+def _turn_gradient(turn: Tensor, pairs: Sequence[tuple[Tensor, Tensor]], layout: Layout) -> Tensor:
+    """What (y, g), the rotated patches x c and their gradient [B, h, N, d], give as the gradient of c: the sum of
+    conj(x) g = conj(y) g c / |c|^2. Image by image, so that what is summed stays in the cache.
+    """
+    c = torch.view_as_complex(turn)
+    total: Tensor | None = None
+    for y, g in pairs:
+        y, g = (_complex(t.to(torch.promote_types(t.dtype, turn.dtype)), layout) for t in (y, g))
+        for part in (a.conj() * b for a, b in (zip(y, g) if len(c) == 1 else [(y, g)])):
+            total = part if total is None else total + part
+    if total is None:
+        raise TypeError("a gradient needs at least one pair")
+    total = total.unsqueeze(0) if len(c) == 1 else total
+    total = total.sum(1, keepdim=True) if c.shape[1] == 1 else total
+    return torch.view_as_real((total * c / c.abs().square()).to(c.dtype))
+
+
+def _complex(x: Tensor, layout: Layout) -> Tensor:
+    """Channel pairs as complex numbers, a view where pairs lie side by side."""
+    if layout == "half":
+        return torch.complex(*x.chunk(2, dim=-1))
+    if x.stride(-1) != 1 or x.storage_offset() % 2 or any(step % 2 for step in x.stride()[:-1]):
+        x = x.contiguous()
+    return torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+
+
+def turns(y: Tensor, x: Tensor) -> Tensor:
+    """Cosines and sines [1 | h, H W, pairs, 2] of the phases y [1 | h, H, pairs] plus x [1 | h, W, pairs].
+
+    From H + W of each instead of H W, by the product of complex numbers.
+    """
+    return rotations_of_sum(y, x) if eager(y, x) else cos_sin((y.unsqueeze(-2) + x.unsqueeze(-3)).flatten(-3, -2))
+
+
+def cos_sin(phase: Tensor) -> Tensor:
+    """[..., (cos, sin)]"""
+    return torch.stack([phase.cos(), phase.sin()], dim=-1)
+
+
+def rotations_of_sum(y: Tensor, x: Tensor) -> Tensor:
+    """The kernel of ``turns``."""
+    of_y, of_x = (torch.view_as_complex(cos_sin(phase)) for phase in (y, x))
+    return torch.view_as_real((of_y.unsqueeze(-2) * of_x.unsqueeze(-3)).flatten(-3, -2))
+
+
+def dense_bias(table: Tensor, beside: Tensor, prefix: int) -> Tensor:
+    """The bias [1, h, T, T] of an offset table [h, 2H-1, 2W-1]; see ``OffsetTable``.
+
+    ``beside`` [h, 3]: the bias of a prefix query to a patch, of a patch to a prefix key, of two prefix tokens.
+    """
+    heads, height, width = table.shape[0], (table.shape[1] + 1) // 2, (table.shape[2] + 1) // 2
+    if height * width > BY_INDEX:
+        return _Dense.apply(table, beside, prefix)
+    tokens = prefix + height * width
+    entries = torch.cat([table.flatten(1), beside], dim=1).index_select(1, _index(height, width, prefix))
+    return entries.view(1, heads, tokens, tokens)
+
+
+class Memory:
+    """The dense biases of one block in its latest evaluation, by the values they were made from.
+
+    Values are compared, since optimizers change weights without a trace. Copies and pickles begin empty.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[int, tuple[Tensor, Tensor, int, Tensor]] = {}
+
+    def __reduce__(self) -> Any:
+        return Memory, ()
+
+    def dense_bias(self, place: int, table: Tensor, beside: Tensor, prefix: int) -> Tensor:
+        """``dense_bias`` of the bias that is the ``place``-th of its block."""
+        if torch.is_grad_enabled():
+            return dense_bias(table, beside, prefix)
+        held = self._held.get(place)
+        if held is not None and held[2] == prefix and _same(held[0], table) and _same(held[1], beside):
+            return held[3]
+        dense = dense_bias(table, beside, prefix)
+        if dense.numel() <= REMEMBERED:
+            self._held[place] = (table.clone(), beside.clone(), prefix, dense)
+        return dense
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a, b)
+
+
+@lru_cache(maxsize=8)
+def _index(height: int, width: int, prefix: int) -> Tensor:
+    """Where in the flat table with its three values beside it each pair of tokens finds its bias, [T T]."""
+    with torch.inference_mode(False):
+        y, x = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+        y, x = y.flatten(), x.flatten()
+        patches = (y.unsqueeze(1) - y + height - 1) * (2 * width - 1) + (x.unsqueeze(1) - x + width - 1)
+        end = (2 * height - 1) * (2 * width - 1)
+        index = torch.full((prefix + len(y), prefix + len(y)), end + 2)
+        index[:prefix, prefix:], index[prefix:, :prefix], index[prefix:, prefix:] = end, end + 1, patches
+        return index.flatten()
+
+
+class _Dense(torch.autograd.Function):
+    """By copies of runs: each column of a row of queries sees one window of H W entries of its strip."""
+
+    @staticmethod
+    def forward(ctx: Any, table: Tensor, beside: Tensor, prefix: int) -> Tensor:
+        heads, height, width = table.shape[0], (table.shape[1] + 1) // 2, (table.shape[2] + 1) // 2
+        ctx.sizes, ctx.prefix = (heads, height, width), prefix
+        ctx.save_for_backward(table, beside)
+        flipped = table.flip(1, 2)
+        strips = torch.stack([flipped[:, :, width - 1 - j : 2 * width - 1 - j] for j in range(width)], dim=1).flatten(2)
+        tokens = prefix + height * width
+        dense = table.new_empty(1, heads, tokens, tokens)
+        for part, values in zip(_beside(dense[0], prefix), beside.unbind(1)):
+            part.copy_(values[:, None, None])
+        for window, rows in _windows(strips, dense[0, :, prefix:, prefix:], height, width):
+            rows.copy_(window)
+        return dense
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (heads, height, width), prefix = ctx.sizes, ctx.prefix
+        if torch.is_grad_enabled():
+            table, beside = ctx.saved_tensors
+            index = _index.__wrapped__(height, width, prefix)
+            flat = torch.cat([torch.zeros_like(table).flatten(1), torch.zeros_like(beside)], dim=1)
+            flat = flat.index_add(1, index, grad[0].flatten(1))
+            return flat[:, :-3].view_as(table), flat[:, -3:], None
+        grad = grad[0]
+        grad_beside = torch.stack([part.sum((1, 2)) for part in _beside(grad, prefix)], dim=1)
+        strips = grad.new_zeros(heads, width, (2 * height - 1) * width)
+        for window, rows in _windows(strips, grad[:, prefix:, prefix:], height, width):
+            window.add_(rows)
+        flipped = grad.new_zeros(heads, 2 * height - 1, 2 * width - 1)
+        for j, strip in enumerate(strips.unflatten(2, (-1, width)).unbind(1)):
+            flipped[:, :, width - 1 - j : 2 * width - 1 - j].add_(strip)
+        return flipped.flip(1, 2), grad_beside, None
+
+
+def _beside(dense: Tensor, prefix: int) -> list[Tensor]:
+    """The parts of [h, T, T] that ``beside`` fills, in its order."""
+    return [dense[:, :prefix, prefix:], dense[:, prefix:, :prefix], dense[:, :prefix, :prefix]]
+
+
+def _windows(strips: Tensor, patches: Tensor, height: int, width: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """For each row of queries: its window of the strips, and its part of [h, N, N]."""
+    for i, rows in enumerate(patches.split(width, dim=1)):
+        start = (height - 1 - i) * width
+        yield strips[:, :, start : start + height * width], rows
+
+
+def attends_faster(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> bool:
+    """Whether ``attend`` may stand in for the fused kernel, and was measured to be faster."""
+    if not (q.shape == k.shape == v.shape and q.dtype == k.dtype == v.dtype and eager(q, k, v)):
+        return False
+    if bias is not None and not (bias.ndim == 4 and bias.shape[-2:] == (q.shape[-2],) * 2 and eager(bias)):
+        return False
+    if q.dtype == torch.bfloat16:
+        return q.shape[-2] <= BRIEF and _bfloat16_in_hardware()
+    learns = bias is not None and bias.requires_grad and torch.is_grad_enabled()
+    return learns and not torch.is_autocast_enabled("cpu")
+
+
+@lru_cache(maxsize=1)
+def _bfloat16_in_hardware() -> bool:
+    return torch.cpu._is_avx512_bf16_supported()
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+    """softmax(scale q k^T + bias) v, [B, h, T, d], with a gradient for ``bias`` [1 | B, 1 | h, T, T] too.
+
+    Written out piece by piece, where the fused kernel refuses a bias that learns. What the gradient needs is the
+    softmax, [B, h, T, T].
+    """
+    return _Attend.apply(q, k, v, bias, scale)
+
+
+def explicit(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+    """The plain path of ``attend``."""
+    logits = (q * scale) @ k.mT
+    return (logits if bias is None else logits + bias).softmax(dim=-1) @ v
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+        batch, heads, tokens, width = q.shape
+        ctx.scale, learns = scale, any(ctx.needs_input_grad)
+        soft = q.new_empty(batch, heads, tokens, tokens) if learns else None
+        out = q.new_empty(batch, tokens, heads, width).transpose(1, 2)
+        with torch.autocast("cpu", enabled=False):
+            for at, (logits,) in _pieces(q, scratch=1):
+                base = logits
+                if bias is not None:
+                    base = _part(bias, at).expand(*out[at].shape[:2], tokens, tokens).flatten(0, 1)
+                queries, keys, values = (t[at].flatten(0, 1) for t in (q, k, v))
+                torch.baddbmm(base, queries, keys.mT, beta=0 if bias is None else 1, alpha=scale, out=logits)
+                here = logits if soft is None else soft[at].flatten(0, 1)
+                torch.softmax(logits, dim=-1, out=here)
+                out[at] = torch.bmm(here, values).view_as(out[at])
+        ctx.save_for_backward(q, k, v, bias, soft)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        q, k, v, bias, soft = ctx.saved_tensors
+        needs = ctx.needs_input_grad[:4]
+        if torch.is_grad_enabled():  # the gradient is itself to be differentiated
+            given = [t for t, need in zip((q, k, v, bias), needs) if need]
+            found = iter(torch.autograd.grad(explicit(q, k, v, bias, ctx.scale), given, grad, create_graph=True))
+            return *(next(found) if need else None for need in needs), None
+        batch, heads, tokens, width = q.shape
+        of_q, of_k, of_v = (q.new_empty(batch, tokens, heads, width).transpose(1, 2) for _ in range(3))
+        of_bias = bias.new_zeros(bias.shape, dtype=torch.promote_types(bias.dtype, torch.float32)) if needs[3] else None
+        with torch.autocast("cpu", enabled=False):
+            for at, (of_soft, of_logits) in _pieces(q, scratch=2):
+                queries, keys, values, here, of_out = (t[at].flatten(0, 1) for t in (q, k, v, soft, grad))
+                of_v[at] = torch.bmm(here.mT, of_out).view_as(v[at])
+                torch.bmm(of_out, values.mT, out=of_soft)
+                torch._softmax_backward_data(of_soft, here, -1, here.dtype, grad_input=of_logits)
+                of_q[at] = torch.bmm(of_logits, keys).mul_(ctx.scale).view_as(q[at])
+                of_k[at] = torch.bmm(of_logits.mT, queries).mul_(ctx.scale).view_as(q[at])
+                if of_bias is not None:
+                    part = _part(of_bias, at)
+                    part.add_(of_logits.view_as(soft[at]).sum_to_size(part.shape))
+        return of_q, of_k, of_v, None if of_bias is None else of_bias.to(bias.dtype), None
+
+
+At = tuple[slice, slice]
+
+
+def _pieces(q: Tensor, scratch: int) -> Iterator[tuple[At, list[Tensor]]]:
+    """Some images, or some heads of one image, at a time, with room for the logits of these as [pairs, T, T]."""
+    batch, heads, tokens, _ = q.shape
+    count = max(1, CHUNK // tokens**2)  # of heads
+    images, some = (count // heads, heads) if count >= heads else (1, count)
+    room = [q.new_empty(images * some, tokens, tokens) for _ in range(scratch)]
+    for b in range(0, batch, images):
+        for h in range(0, heads, some):
+            pairs = min(images, batch - b) * min(some, heads - h)
+            yield (slice(b, b + images), slice(h, h + some)), [part[:pairs] for part in room]
+
+
+def _part(bias: Tensor, at: At) -> Tensor:
+    """Of [1 | B, 1 | h, T, T]."""
+    return bias[tuple(slice(None) if size == 1 else one for size, one in zip(bias.shape, at))]
