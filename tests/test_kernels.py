@@ -151,7 +151,7 @@ def test_an_expanded_bias_takes_the_kernel_and_equals_the_compiled_path(monkeypa
     assert torch.equal(ours, expand_bias(table, 2))
 
 
-@pytest.mark.parametrize("chunk", [1, 700, 10**6])  # one head, some heads, some images at a time
+@pytest.mark.parametrize("chunk", [1, 700, 40_000, 10**6])  # some queries, heads, images at a time
 @pytest.mark.parametrize("shape", [(1, 3), (1, 1), (4, 3), (4, 1)])
 @pytest.mark.parametrize("tokens", [2, 13, 82])
 def test_attend(tokens, shape, chunk, monkeypatch):

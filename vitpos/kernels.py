@@ -8,6 +8,7 @@ docs/speed.md, by benchmarks/kernels.py. Legend as in ``attention.py``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
@@ -22,7 +23,8 @@ from vitpos.encoding import Layout
 BY_INDEX = 512  # patches up to which a dense bias is gathered by an index; above, runs of it are copied
 BRIEF = 1100  # tokens up to which attention in bfloat16 is written out
 REMEMBERED = 2**22  # entries up to which a dense bias is kept from one forward to the next
-CHUNK = 120_000  # logits that are worked on at a time, so that they stay in the cache
+CACHED = 200_000  # numbers of one image from which a batch is rotated image by image
+CHUNK = 350_000  # logits that are worked on at a time, so that they stay in the cache
 
 
 def eager(*tensors: Tensor) -> bool:
@@ -86,8 +88,12 @@ class _Split(torch.autograd.Function):
 
 def _rotate(x: Tensor, turn: Tensor, layout: Layout, out: Tensor) -> None:
     """Write x [..., d], rotated by ``turn`` [..., d/2, 2], to ``out`` of x's dtype, which may be x."""
-    precise = x.to(torch.promote_types(x.dtype, turn.dtype))
-    turn = turn.to(precise.dtype)
+    kind = torch.promote_types(x.dtype, turn.dtype)
+    if kind != x.dtype and len(x) > 1 and x[0].numel() > CACHED:  # image by image: the precise copy stays in the cache
+        for i in range(len(x)):
+            _rotate(x[i : i + 1], turn[i : i + 1] if len(turn) > 1 else turn, layout, out[i : i + 1])
+        return
+    precise, turn = x.to(kind), turn.to(kind)
     if layout == "half":
         (first, second), (cos, sin) = precise.chunk(2, dim=-1), turn.unbind(-1)
         turned = (first * cos).addcmul_(second, sin, value=-1), (first * sin).addcmul_(second, cos)
@@ -160,7 +166,8 @@ def cos_sin(phase: Tensor) -> Tensor:
 
 def rotations_of_sum(y: Tensor, x: Tensor) -> Tensor:
     """The kernel of ``turns``."""
-    of_y, of_x = (torch.view_as_complex(cos_sin(phase)) for phase in (y, x))
+    both = torch.cat([y, x], dim=1)
+    of_y, of_x = torch.polar(torch.ones_like(both), both).split([y.shape[1], x.shape[1]], dim=1)
     return torch.view_as_real((of_y.unsqueeze(-2) * of_x.unsqueeze(-3)).flatten(-3, -2))
 
 
@@ -309,15 +316,16 @@ class _Attend(torch.autograd.Function):
         soft = q.new_empty(batch, heads, tokens, tokens) if learns else None
         out = q.new_empty(batch, tokens, heads, width).transpose(1, 2)
         with torch.autocast("cpu", enabled=False):
-            for at, (logits,) in _pieces(q, scratch=1):
+            for pairs, rows, (logits,) in _pieces(q, scratch=1):
+                some = (*pairs, rows)
                 base = logits
                 if bias is not None:
-                    base = _part(bias, at).expand(*out[at].shape[:2], tokens, tokens).flatten(0, 1)
-                queries, keys, values = (t[at].flatten(0, 1) for t in (q, k, v))
+                    base = _part(bias, some).expand(*out[some].shape[:3], tokens).flatten(0, 1)
+                queries, keys, values = q[some].flatten(0, 1), k[pairs].flatten(0, 1), v[pairs].flatten(0, 1)
                 torch.baddbmm(base, queries, keys.mT, beta=0 if bias is None else 1, alpha=scale, out=logits)
-                here = logits if soft is None else soft[at].flatten(0, 1)
+                here = logits if soft is None else soft[some].flatten(0, 1)
                 torch.softmax(logits, dim=-1, out=here)
-                out[at] = torch.bmm(here, values).view_as(out[at])
+                out[some] = torch.bmm(here, values).view_as(out[some])
         ctx.save_for_backward(q, k, v, bias, soft)
         return out
 
@@ -331,36 +339,50 @@ class _Attend(torch.autograd.Function):
             return *(next(found) if need else None for need in needs), None
         batch, heads, tokens, width = q.shape
         of_q, of_k, of_v = (q.new_empty(batch, tokens, heads, width).transpose(1, 2) for _ in range(3))
-        of_bias = bias.new_zeros(bias.shape, dtype=torch.promote_types(bias.dtype, torch.float32)) if needs[3] else None
+        of_bias = torch.empty_like(bias, dtype=torch.promote_types(bias.dtype, torch.float32)) if needs[3] else None
         with torch.autocast("cpu", enabled=False):
-            for at, (of_soft, of_logits) in _pieces(q, scratch=2):
-                queries, keys, values, here, of_out = (t[at].flatten(0, 1) for t in (q, k, v, soft, grad))
-                of_v[at] = torch.bmm(here.mT, of_out).view_as(v[at])
+            for pairs, rows, (of_soft, of_logits) in _pieces(q, scratch=2):
+                some = (*pairs, rows)
+                queries, here, of_out = (t[some].flatten(0, 1) for t in (q, soft, grad))
+                keys, values = k[pairs].flatten(0, 1), v[pairs].flatten(0, 1)
                 torch.bmm(of_out, values.mT, out=of_soft)
                 torch._softmax_backward_data(of_soft, here, -1, here.dtype, grad_input=of_logits)
-                of_q[at] = torch.bmm(of_logits, keys).mul_(ctx.scale).view_as(q[at])
-                of_k[at] = torch.bmm(of_logits.mT, queries).mul_(ctx.scale).view_as(q[at])
+                of_q[some] = torch.bmm(of_logits, keys).mul_(ctx.scale).view_as(q[some])
+                _add(of_v[pairs], torch.bmm(here.mT, of_out).view_as(v[pairs]), first=rows.start == 0)
+                _add(of_k[pairs], torch.bmm(of_logits.mT, queries).mul_(ctx.scale).view_as(k[pairs]), rows.start == 0)
                 if of_bias is not None:
-                    part = _part(of_bias, at)
-                    part.add_(of_logits.view_as(soft[at]).sum_to_size(part.shape))
+                    part = _part(of_bias, some)
+                    first = (bias.shape[0] > 1 or pairs[0].start == 0) and (bias.shape[1] > 1 or pairs[1].start == 0)
+                    _add(part, of_logits.view_as(soft[some]).sum_to_size(part.shape), first)
         return of_q, of_k, of_v, None if of_bias is None else of_bias.to(bias.dtype), None
 
 
-At = tuple[slice, slice]
+def _add(to: Tensor, part: Tensor, first: bool) -> None:
+    if first:
+        to.copy_(part)
+    else:
+        to.add_(part)
 
 
-def _pieces(q: Tensor, scratch: int) -> Iterator[tuple[At, list[Tensor]]]:
-    """Some images, or some heads of one image, at a time, with room for the logits of these as [pairs, T, T]."""
+def _pieces(q: Tensor, scratch: int) -> Iterator[tuple[tuple[slice, slice], slice, list[Tensor]]]:
+    """Some images, or some heads of one image, or some queries of one head, at a time; with room for their logits."""
     batch, heads, tokens, _ = q.shape
+    rows = max(1, min(tokens, CHUNK // tokens))
     count = max(1, CHUNK // tokens**2)  # of heads
     images, some = (count // heads, heads) if count >= heads else (1, count)
-    room = [q.new_empty(images * some, tokens, tokens) for _ in range(scratch)]
+    room = [q.new_empty(images * some * rows * tokens) for _ in range(scratch)]
     for b in range(0, batch, images):
         for h in range(0, heads, some):
             pairs = min(images, batch - b) * min(some, heads - h)
-            yield (slice(b, b + images), slice(h, h + some)), [part[:pairs] for part in room]
+            for start in range(0, tokens, rows):
+                shape = (pairs, min(rows, tokens - start), tokens)
+                yield (
+                    (slice(b, b + images), slice(h, h + some)),
+                    slice(start, start + rows),
+                    [part[: math.prod(shape)].view(shape) for part in room],
+                )
 
 
-def _part(bias: Tensor, at: At) -> Tensor:
+def _part(bias: Tensor, some: tuple[slice, ...]) -> Tensor:
     """Of [1 | B, 1 | h, T, T]."""
-    return bias[tuple(slice(None) if size == 1 else one for size, one in zip(bias.shape, at))]
+    return bias[tuple(slice(None) if size == 1 else one for size, one in zip(bias.shape[:2], some))][:, :, some[2]]

@@ -72,6 +72,8 @@ class RopeMixed(PatchRotary):
             self.weight.copy_(torch.stack([phi.sin(), phi.cos()], dim=-1) * phi.new_tensor(magnitude * 2).unsqueeze(-1))
 
     def frequencies(self, pos: Positions) -> Tensor:
+        if not self.wrap and self.resize != "ntk":
+            return self.weight.to(pos.coords.dtype)
         if not self.wrap:
             factors = stretch(self, pos, self.geometry.head_dim // 4).repeat(1, 2).mT  # [d/2, (y, x)]
             return self.weight.to(pos.coords.dtype) * factors

@@ -5,8 +5,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from vitpos.encoding import Geometry, OffsetBias, require_at_least
-from vitpos.positions import Extent, sample_plane
+from vitpos.encoding import Bias, Geometry, OffsetBias, OffsetTable, require_at_least
+from vitpos.positions import Extent, Positions, sample_plane, surely_equal
 from vitpos.spec import register
 
 
@@ -63,6 +63,11 @@ class RelativePositionBias(OffsetBias):
 
     def prefix_bias(self) -> Tensor | None:
         return self.prefix
+
+    def bias(self, pos: Positions) -> Bias:
+        if pos.full and not self.wrap and surely_equal(pos.extent, self.geometry.grid):
+            return OffsetTable(self.table, self.prefix)  # what reading it at each offset gives
+        return super().bias(pos)
 
     def at(self, offset: Tensor, extent: Extent) -> Tensor:
         centre = offset.new_tensor([side // 2 for side in self.table.shape[1:]])
