@@ -1,10 +1,10 @@
-# make demo | test | lint | docs | figures | bench-train: each installs what it needs into .venv first.
+# make demo | test | lint | docs | figures | bench | bench-train: each installs what it needs into .venv first.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
 
-.PHONY: install demo test test-slow lint docs figures bench-train clean
+.PHONY: install demo test test-slow lint docs figures bench bench-train clean
 .DEFAULT_GOAL := test
 
 install: $(VENV)/.installed
@@ -52,6 +52,10 @@ figures: $(DEMO)/eval/results.json
 
 $(DEMO)/eval/results.json:
 	$(MAKE) demo
+
+# What encodings cost next to timm's and to none; on an idle machine, about fifteen minutes.
+bench: install
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/kernels.py
 
 # Reading and steps next to torchvision's and timm's; on an idle machine, about ten minutes.
 bench-train: install

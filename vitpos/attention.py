@@ -31,7 +31,8 @@ from vitpos.encoding import (
 def exact(tensor: Tensor) -> AbstractContextManager[object]:
     """A context in which autocast rounds nothing on the device of ``tensor``."""
     kind = tensor.device.type
-    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
+    rounds = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.autocast(kind, enabled=False) if rounds else nullcontext()
 
 
 @dataclass(frozen=True)
@@ -222,8 +223,13 @@ def as_signal(given: Signal | Tensor | None, causal: bool = False) -> Signal:
 class PositionedAttention:
     """Mixed into what holds timm's attention parameters: softmax attention that takes a ``Signal``."""
 
-    def attend(self: Any, q: Tensor, k: Tensor, v: Tensor, signal: Signal | Tensor | None) -> Tensor:
-        """q, k and v [B, h, T, d], normalized if they are to be, to [B, T, h d]; a tensor is a caller's mask."""
+    def attend(
+        self: Any, q: Tensor, k: Tensor, v: Tensor, signal: Signal | Tensor | None, rotated: bool = False
+    ) -> Tensor:
+        """q, k and v [B, h, T, d], normalized if they are to be, to [B, T, h d]; a tensor is a caller's mask.
+
+        ``rotated``: q and k are so already.
+        """
         batch, heads, tokens, width = q.shape
         signal = as_signal(signal).expand()
         if isinstance(signal.scale, Tensor) or signal.scale != 1.0:
@@ -235,7 +241,7 @@ class PositionedAttention:
         bias = with_mask(bias, signal.mask, signal.causal, q)
 
         rotation, prefix = signal.rotation, signal.prefix
-        if rotation is None:
+        if rotation is None or rotated:
             x = self._attend(q, k, v, bias)
         elif not (rotation.free_prefix and prefix):
             x = self._attend(rotation(q).to(v.dtype), rotation(k).to(v.dtype), v, bias)
@@ -279,12 +285,9 @@ class SelfAttention(PositionedAttention):
         """Tokens [B, T, D] to what attention adds to them."""
         gate = None if getattr(self, "gate", None) is None else self.gate(x).sigmoid()
         signal = as_signal(signal).expand()
-        if self._splits(x, signal):
-            q, k, v = self._split(x, signal.rotation)  # type: ignore[arg-type]
-            signal = replace(signal, rotation=None)
-        else:
-            q, k, v = self._heads(x)
-        x = self.attend(q, k, v, signal)
+        rotated = self._splits(x, signal)
+        q, k, v = self._split(x, signal.rotation) if rotated else self._heads(x)
+        x = self.attend(q, k, v, signal, rotated)
         x = self.norm(x) if hasattr(self, "norm") else x
         x = x if gate is None else x * gate
         return self.proj_drop(self.proj(x))

@@ -144,8 +144,8 @@ class Position(nn.Module):
     def shared_signal(self, pos: Positions, prefix: int, held: Held | None = None) -> Signal:
         """The part of the signal that is the same in every layer, expanded once."""
         with _full_precision(pos):
-            shared = Signal(prefix=prefix, memory=None if self.training else self.memories[-1])
-            return _signal(shared, self.shared, pos, held or {}).expand()
+            memory = None if self.training else self.memories[-1]
+            return _signal(Signal(prefix=prefix), self.shared, pos, held or {}, memory).expand()
 
     def signal(self, layer: int, pos: Positions, shared: Signal, held: Held | None = None) -> Signal:
         """The signal of one block; ``held`` is what this block holds."""
@@ -153,14 +153,15 @@ class Position(nn.Module):
         if not len(self.layers):
             return shared
         with _full_precision(pos):
-            own = replace(shared, memory=None if self.training else self.memories[layer])
-            return _signal(own, self.layers[layer], pos, held or {})
+            return _signal(shared, self.layers[layer], pos, held or {}, None if self.training else self.memories[layer])
 
     def told(
         self, layer: int, pos: Positions, shared: Signal, held: Held, mask: Tensor | None, is_causal: bool
     ) -> Signal | None:
         """The signal of one block with the caller's mask; None if there is nothing to tell."""
-        signal = replace(self.signal(layer, pos, shared, held), mask=mask, causal=is_causal)
+        signal = self.signal(layer, pos, shared, held)
+        if mask is not None or is_causal:
+            signal = replace(signal, mask=mask, causal=is_causal)
         return None if signal.empty else signal
 
 
@@ -184,16 +185,17 @@ def held_by(encoding: Encoding, held: Held) -> list[Any]:
     return [held[encoding.model_parameter]] if encoding.model_parameter else []
 
 
-def _signal(signal: Signal, encodings: nn.Module, pos: Positions, held: Held) -> Signal:
+def _signal(signal: Signal, encodings: nn.Module, pos: Positions, held: Held, memory: kernels.Memory | None) -> Signal:
+    told: dict[str, Any] = {"memory": memory}
     for encoding in _encodings(encodings):
         if "angles" in encoding.sites():
-            signal = replace(signal, angles=_gated(encoding, encoding.angles(pos, *held_by(encoding, held))))
+            told["angles"] = _gated(encoding, encoding.angles(pos, *held_by(encoding, held)))
         if "bias" in encoding.sites():
             bias = _gated(encoding, encoding.bias(pos, *held_by(encoding, held)))
-            signal = replace(signal, biases=(*signal.biases, bias))
+            told["biases"] = (*told.get("biases", signal.biases), bias)
         if "scale" in encoding.sites():
-            signal = replace(signal, scale=signal.scale * encoding.scale(pos))
-    return signal
+            told["scale"] = told.get("scale", signal.scale) * encoding.scale(pos)
+    return replace(signal, **told)
 
 
 def _full_precision(pos: Positions) -> AbstractContextManager[object]:

@@ -31,14 +31,17 @@ def eager(*tensors: Tensor) -> bool:
     """Whether kernels may serve: plain tensors on a CPU, and nothing that records, compiles or transforms."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or is_in_torch_dispatch_mode():
         return False
-    if forward_ad._current_level >= 0:
-        return False
-    return all(
-        type(t) in (Tensor, nn.Parameter)
-        and t.device.type == "cpu"
-        and not torch._C._functorch.is_functorch_wrapped_tensor(t)
-        for t in tensors
-    )
+    for tensor in tensors:
+        if (
+            type(tensor) not in _PLAIN
+            or tensor.device != _CPU
+            or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        ):
+            return False
+    return forward_ad._current_level < 0
+
+
+_PLAIN, _CPU = (Tensor, nn.Parameter), torch.device("cpu")
 
 
 def split(
@@ -49,17 +52,24 @@ def split(
     ``turn`` [1 | B, 1 | h, N, d/2, (cos, sin)]; the first ``prefix`` tokens stay as they are. ``qkv`` is overwritten,
     so nobody else may read it. Rotations are computed in the higher precision of the two.
     """
-    return _Split.apply(qkv, turn, layout, prefix)
+    if torch.is_grad_enabled():
+        return _Split.apply(qkv, turn, layout, prefix)
+    return _split(qkv, turn, layout, prefix)
+
+
+def _split(qkv: Tensor, turn: Tensor | None, layout: Layout, prefix: int) -> tuple[Tensor, Tensor, Tensor]:
+    if turn is not None:
+        patches = qkv[:, prefix:, :2]
+        _rotate(patches, turn.transpose(1, 2).unsqueeze(2), layout, out=patches)
+    q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+    return q, k, v
 
 
 class _Split(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, turn: Tensor | None, layout: Layout, prefix: int) -> tuple[Tensor, ...]:
         ctx.layout, ctx.prefix = layout, prefix
-        if turn is not None:
-            patches = qkv[:, prefix:, :2]
-            _rotate(patches, turn.transpose(1, 2).unsqueeze(2), layout, out=patches)
-        q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))
+        q, k, v = _split(qkv, turn, layout, prefix)
         ctx.save_for_backward(turn, *((q, k) if ctx.needs_input_grad[1] else ()))
         return q, k, v
 
