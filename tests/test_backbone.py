@@ -359,7 +359,7 @@ def test_low_precision(name):
             inside = model.position.shared_signal(pos, 1)
             torch.testing.assert_close(model(x).float(), expected, atol=0.05, rtol=0.05)
         for a, b in [(plain.bias, inside.bias)] + (
-            [(plain.rotation.cos, inside.rotation.cos)] if plain.rotation else []
+            [(plain.rotation.turn, inside.rotation.turn)] if plain.rotation else []
         ):
             assert (a is None) == (b is None)
             assert a is None or torch.equal(a, b)

@@ -10,6 +10,7 @@ from common import images, tiny
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
+import vitpos
 from vitpos import kernels
 from vitpos.attention import expand_bias
 from vitpos.encoding import OffsetTable
@@ -302,3 +303,14 @@ def test_a_bias_is_remembered_while_nothing_changes(monkeypatch):
     monkeypatch.setattr(kernels, "REMEMBERED", 10)
     new()
     assert new()[1] == 2
+
+
+def test_what_a_model_has_of_its_own_is_left_to_timms_kernels(monkeypatch):
+    """So that ``native`` changes no logit."""
+    for name in ("split", "attend", "dense_bias"):
+        monkeypatch.setattr(kernels, name, lambda *given: pytest.fail("a kernel of ours"))
+    sizes = {"img_size": 32, "depth": 1, "embed_dim": 48, "num_heads": 4}
+    for model in ("vit_small_patch16_rope_224", "beit_base_patch16_224"):
+        vitpos.create_model(model, "native", **sizes)(torch.randn(1, 3, 32, 32)).sum().backward()
+    with pytest.raises(pytest.fail.Exception):
+        vitpos.create_model("vit_small_patch16_rope_224", "rope_axial", **sizes)(torch.randn(1, 3, 32, 32))

@@ -82,7 +82,7 @@ class Signal:
     between layers; doing so inside a block keeps what it is given small (gradient checkpointing stores that).
     ``scale`` multiplies the logits of q and k. ``mask`` is the caller's own attention mask: boolean (True: may
     attend) or added to the logits; ``causal``: no token sees those after it. ``memory``: where dense biases may be kept
-    from one forward to the next.
+    from one forward to the next. ``plain``: without kernels of our own, so that timm's values come out bit for bit.
     """
 
     prefix: int = 0
@@ -95,6 +95,7 @@ class Signal:
     mask: Tensor | None = None
     causal: bool = False
     memory: kernels.Memory | None = None
+    plain: bool = False
 
     def of_layer(self, layer: int) -> Signal:
         """What one layer is told, where tables for all were made at once."""
@@ -114,7 +115,7 @@ class Signal:
             if isinstance(given, Contextual):
                 contextual = (*contextual, given)
             else:
-                dense = expand_bias(given, self.prefix, self.memory, place)
+                dense = expand_bias(given, self.prefix, self.memory, place, self.plain)
                 bias = dense if bias is None else bias + dense
         return replace(self, angles=None, biases=(), contextual=contextual, rotation=rotation, bias=bias)
 
@@ -145,12 +146,16 @@ def expand_angles(angles: AnyAngles, prefix: int) -> PairRotation | BlockRotatio
 
 
 def expand_bias(
-    bias: OffsetTable | PairBias, prefix: int, memory: kernels.Memory | None = None, place: int = 0
+    bias: OffsetTable | PairBias,
+    prefix: int,
+    memory: kernels.Memory | None = None,
+    place: int = 0,
+    plain: bool = False,
 ) -> Tensor:
     """The bias of all token pairs [1 | B, 1 | h, T, T]; ``memory`` and ``place``: see ``kernels.Memory``."""
     if isinstance(bias, OffsetTable):
         heads, rows, columns = bias.values.shape
-        if kernels.eager(bias.values):
+        if not plain and kernels.eager(bias.values):
             beside = bias.values.new_zeros(heads, 3) if bias.prefix is None else bias.prefix.to(bias.values.dtype)
             heads = max(heads, len(beside))
             table, beside = bias.values.expand(heads, -1, -1), beside.expand(heads, -1)
@@ -242,9 +247,9 @@ class PositionedAttention:
 
         rotation, prefix = signal.rotation, signal.prefix
         if rotation is None or rotated:
-            x = self._attend(q, k, v, bias)
+            x = self._attend(q, k, v, bias, signal.plain)
         elif not (rotation.free_prefix and prefix):
-            x = self._attend(rotation(q).to(v.dtype), rotation(k).to(v.dtype), v, bias)
+            x = self._attend(rotation(q).to(v.dtype), rotation(k).to(v.dtype), v, bias, signal.plain)
         else:
             # Patches see each other rotated, and prefix keys (zero here) through logits supplied as a bias.
             to_prefix = self.scale * q[:, :, prefix:] @ k[:, :, :prefix].mT  # [B, h, N, P]
@@ -259,11 +264,11 @@ class PositionedAttention:
             x = x.clone(memory_format=torch.contiguous_format)
         return x.reshape(batch, tokens, heads * width)
 
-    def _attend(self: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
+    def _attend(self: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, plain: bool = False) -> Tensor:
         """Softmax attention [B, h, queries, d] by the fused kernel or written out, as timm's switch says."""
         if self.fused_attn:
             dropout = self.attn_drop.p if self.training else 0.0
-            if not dropout and kernels.attends_faster(q, k, v, bias):
+            if not (dropout or plain) and kernels.attends_faster(q, k, v, bias):
                 return kernels.attend(q, k, v, bias, q.shape[-1] ** -0.5)
             return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout)
         logits = (q * self.scale) @ k.transpose(-2, -1)
@@ -296,7 +301,7 @@ class SelfAttention(PositionedAttention):
         """Whether q and k can be rotated where the projection has left them."""
         rotation = signal.rotation
         normed = not all(isinstance(getattr(self, name, None), _NOTHING) for name in ("q_norm", "k_norm"))
-        if self.qkv is None or normed or signal.contextual:
+        if self.qkv is None or normed or signal.contextual or signal.plain:
             return False
         if rotation is None:
             return kernels.eager(x)
