@@ -53,7 +53,7 @@ figures: $(DEMO)/eval/results.json
 $(DEMO)/eval/results.json:
 	$(MAKE) demo
 
-# What encodings cost next to timm's and to none; on an idle machine, about fifteen minutes.
+# What encodings cost next to timm's and to none; on an idle machine, about twenty minutes.
 bench: install
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/kernels.py
 
