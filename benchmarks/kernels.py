@@ -181,14 +181,16 @@ THEIRS = {  # timm's models with an encoding inside
 def models(side: int, sizes: dict[str, Any], specs: list[str]) -> dict[str, Any]:
     """By what is written in the table; the floor first."""
     image = side * sizes.get("patch_size", 16)
-    sizes = {**sizes, "img_size": image, "init_values": None}
+    sizes = {**sizes, "img_size": image}
     plain = "vit_small_patch16_224"
     found = {"timm none": timm.create_model(plain, pos_embed="none", **sizes)}
     for spec in specs:
         if spec in THEIRS:
             name, more = THEIRS[spec]
-            kept = {k: v for k, v in sizes.items() if k != "init_values" or "relpos" not in name}
-            found[spec] = timm.create_model(name, **{**kept, **more})
+            found[spec] = timm.create_model(name, **sizes, **more)
+            for block in found[spec].blocks:  # the scale of layers, which the others do not have
+                block.gamma_1 = block.gamma_2 = None
+                block.ls1 = block.ls2 = torch.nn.Identity()
         else:
             found[spec] = vitpos.create_model(plain, spec, **sizes)
     return found
