@@ -22,7 +22,6 @@ from __future__ import annotations
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -212,7 +211,6 @@ class Encoding(nn.Module):
         return None
 
     @classmethod
-    @cache
     def sites(cls) -> tuple[str, ...]:
         """The sites at which this encoding acts."""
         every = ("tokens", "mix", "angles", "bias", "scale")
