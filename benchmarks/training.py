@@ -3,7 +3,8 @@
 python benchmarks/training.py [--rounds 15] [--threads 1]
 
 Rivals are measured in turn within each round, in one process, on the same model, batch and images (32x32 pixels, made
-up); the table holds medians over rounds, and the median and quartiles of the rounds' own ratios.
+up); the table holds medians over rounds, and the median and quartiles of the rounds' own ratios, by the CPU time of
+the process.
 
 reading: batches of augmented float tensors. torchvision: PIL images in memory, its transforms (of version 1, which is
     the faster) an image at a time, default collation; vitpos: uint8 images in memory, many at a time.
@@ -153,10 +154,10 @@ def measure(title: str, rivals: dict[str, Callable[[], int]], rounds: int) -> No
     rates: dict[str, list[float]] = {name: [] for name in rivals}
     for round_ in range(-1, rounds):  # the first one warms up
         for name, run in rivals.items():
-            begin = time.perf_counter()
+            begin = time.process_time()
             count = run()
             if round_ >= 0:
-                rates[name].append(count / (time.perf_counter() - begin))
+                rates[name].append(count / (time.process_time() - begin))
     (theirs, a), (ours, b) = rates.items()
     low, middle, high = statistics.quantiles([y / x for x, y in zip(a, b)], n=4)
     print(

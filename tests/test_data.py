@@ -276,6 +276,15 @@ def test_cifar_crop_and_flip_by_hand(tmp_path):
         assert torch.equal(x[i], image.float() / 255)
 
 
+def test_cifar_is_cut_alike_on_a_cpu_and_elsewhere(tmp_path, monkeypatch):
+    ds = cifar_tree(tmp_path, flip=False)
+    indices, dy, dx = torch.tensor([3, 0, 3]), torch.tensor([0, 8, 3]), torch.tensor([5, 1, 0])
+    here = ds._cut(indices, dy, dx)
+    monkeypatch.setattr(ds, "device", torch.device("cuda"))
+    assert torch.equal(ds._cut(indices, dy, dx), here)
+    assert not torch.equal(ds._cut(indices, dx, dy), here)
+
+
 def test_cifar_without_augmentation_is_the_image(tmp_path):
     ds = cifar_tree(tmp_path, crop_padding=0, flip=False)
     assert torch.equal(ds.augmented([3, 1], 0, 0), ds.batch([3, 1]))

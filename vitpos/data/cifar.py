@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.lib.stride_tricks import sliding_window_view
 from torch import Tensor
 from torchvision import datasets as tv_datasets
 
@@ -78,13 +79,17 @@ class Cifar(Dataset):
         stream = seeds.stream(seed, "augment", epoch)
         shifts = 2 * self.padding + 1
         dy, dx, flip = self._draw(indices, stream, (shifts, shifts, 2)).unbind(1)  # [b] each
-        span = torch.arange(32, device=self.device)
-        rows = span + dy[:, None]  # [b, 32] of the padded image
-        columns = torch.where((flip[:, None] == 1) & self.flip, 31 - span, span) + dx[:, None]
-        pixels = (rows[:, :, None] * self.padded.shape[-1] + columns[:, None, :]).flatten(1)  # [b, 32 * 32]
-        x = self.padded.index_select(0, (indices % len(self)).to(self.device)).flatten(2)  # [b, 3, (32 + 2p)^2]
-        x = x.gather(2, pixels[:, None].expand(-1, 3, -1)).unflatten(2, (32, 32))
+        x = self._cut((indices % len(self)).to(self.device), dy, dx)
+        flipped = torch.nonzero(flip == 1).squeeze(1) if self.flip else flip[:0]
+        x[flipped] = x[flipped].flip(-1)
         return resized(self._distorted(x, indices, stream).float().div_(255), size)
+
+    def _cut(self, indices: Tensor, dy: Tensor, dx: Tensor) -> Tensor:
+        """uint8 [b, 3, 32, 32]: of padded images, what begins at these rows and columns."""
+        if self.device.type == "cpu":  # NumPy copies whole rows at a time, PyTorch one pixel
+            windows = sliding_window_view(self.padded.numpy(), (32, 32), axis=(2, 3))
+            return torch.from_numpy(windows[indices.numpy(), :, dy.numpy(), dx.numpy()])
+        return self.padded.unfold(2, 32, 1).unfold(3, 32, 1)[indices, :, dy, dx]
 
     def _distorted(self, x: Tensor, indices: Tensor, stream: int) -> Tensor:
         """uint8 [b, 3, 32, 32], likewise, after RandAugment and erasing."""
