@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hydra._internal.hydra import Hydra
 from hydra.core.global_hydra import GlobalHydra
 from PIL import Image
 
@@ -21,6 +22,8 @@ TINY = [
 def train(monkeypatch, *words: str, tiny: bool = True) -> int:
     """Call train.py in this process; its exit code."""
     GlobalHydra.instance().clear()
+    if not any("hydra.mode" in word for word in words):  # then -m alone says it: Hydra need not read all files for it
+        monkeypatch.setattr(Hydra, "get_mode", lambda *_, **__: None)
     monkeypatch.setattr(sys, "argv", ["train.py", *(TINY if tiny else []), *words])
     try:
         runpy.run_path(str(TRAIN), run_name="__main__")

@@ -3,18 +3,18 @@
 import errno
 import fcntl
 import json
+import multiprocessing
 import os
 import resource
 import shutil
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pandas as pd
 import pytest
 import torch
-from commands import FOLDER, TINY, TRAIN, Stop, at_step, files, latest, make_folder, one_line, train
+from commands import FOLDER, Stop, at_step, files, latest, make_folder, one_line, train
 
 import vitpos
 from vitpos import data, runs, states, training
@@ -114,37 +114,40 @@ def test_the_number_of_workers_may_change(monkeypatch, before, after):
     assert ours == theirs
 
 
-SAVING = f"""
-import os, runpy, signal, sys
-replace, saved = os.replace, []
+def saving(told, *words: str) -> None:
+    """In a process of its own: trains until a second state is written but not in its place, tells, and waits."""
+    with pytest.MonkeyPatch.context() as patch:
+        replace, saved = os.replace, []
 
-def replacing(old, new):
-    if ".saving-state" in str(old):
-        saved.append(new)
-        if len(saved) == 2:
-            print("saving", flush=True)
-            signal.pause()
-    replace(old, new)
+        def replacing(old, new):
+            if ".saving-state" in str(old):
+                saved.append(new)
+                if len(saved) == 2:
+                    told.set()
+                    signal.pause()
+            replace(old, new)
 
-os.replace = replacing
-sys.argv = ["train.py", *sys.argv[1:]]
-runpy.run_path({str(TRAIN)!r}, run_name="__main__")
-"""
+        patch.setattr(os, "replace", replacing)
+        train(patch, *words)
 
 
 def test_killed_while_it_saves(monkeypatch, capsys, whole):
-    """kill -9 in mid-epoch, the second state written but not in its place. Until then nobody else may go on."""
-    words = [*TINY, *RICH, "out=run", "train.save_every=1"]
-    with subprocess.Popen([sys.executable, "-c", SAVING, *words], stdout=subprocess.PIPE, text=True) as other:
-        try:
-            assert other.stdout.readline() == "saving\n"
-            there = files(Path("run"))
-            assert [f for f in there if f.startswith(".saving-state")]
-            assert train(monkeypatch, "resume=run", tiny=False) == 2
-            assert "the run in run is being trained by another process" in one_line(capsys)
-            assert files(Path("run")) == there
-        finally:
-            other.kill()
+    """kill -9 in mid-epoch. Until then nobody else may go on."""
+    processes = multiprocessing.get_context("fork")
+    told = processes.Event()
+    other = processes.Process(target=saving, args=(told, *RICH, "out=run", "train.save_every=1"))
+    other.start()
+    try:
+        assert told.wait(60)
+        there = files(Path("run"))
+        assert [f for f in there if f.startswith(".saving-state")]
+        capsys.readouterr()
+        assert train(monkeypatch, "resume=run", tiny=False) == 2
+        assert "the run in run is being trained by another process" in one_line(capsys)
+        assert files(Path("run")) == there
+    finally:
+        other.kill()
+        other.join()
     assert saved_steps() == [1]
     assert train(monkeypatch, "resume=run", tiny=False) == 0
     assert not [f for f in files(Path("run")) if f.startswith(".")]

@@ -30,14 +30,15 @@ def cluster(monkeypatch, tmp_path):
 
 def test_what_is_submitted(monkeypatch, cluster):
     """Jobs that ask for the cluster's own settings, are told before their time is up, and may come back."""
-    script = "cp $1 submitted.sh; echo Submitted batch job 7"
-    (cluster / "bin" / "sbatch").write_text(f"#!/bin/sh\n{script}\n")
+    (cluster / "bin" / "sbatch").write_text("#!/bin/sh\ncp $1 submitted.sh\necho Submitted batch job 7\n")
     done = JobReturn(status=JobStatus.COMPLETED)
     done.return_value = None
     monkeypatch.setattr(submitit.SlurmJob, "results", lambda self: [done])
     words = ["hydra.launcher.partition=big", "hydra.launcher.tasks_per_node=4", "hydra.launcher.timeout_min=90"]
     assert train(monkeypatch, *SLURM, *words, "pos=none,rope_axial(theta=50)") == 0
-    settings = dict(re.findall(r"#SBATCH --([\w-]+)=(\S+)", Path("submitted.sh").read_text()))
+    script = Path("submitted.sh").read_text()
+    assert "#SBATCH --requeue\n" in script
+    settings = dict(re.findall(r"#SBATCH --([\w-]+)=(\S+)", script))
     asked = {
         "array": "0-1%2", "signal": "USR2@180", "time": "90", "open-mode": "append", "partition": "big",
         "ntasks-per-node": "4", "gpus-per-node": "4", "cpus-per-task": "8", "nodes": "1",
