@@ -21,7 +21,8 @@ from vitpos import data, runs, states, training
 
 pytestmark = pytest.mark.usefixtures("somewhere")
 # dropout, an average and clipping: what a resumed run may get wrong; 8 steps in 2 epochs
-RICH = ["pos=ape2d", "train.ema=0.9", "model.kwargs.proj_drop_rate=0.1", "data.canvas=16", "data.object_size=8"]
+SMALL = ["data.canvas=16", "data.object_size=8"]
+RICH = ["pos=ape2d", "train.ema=0.9", "model.kwargs.proj_drop_rate=0.1", *SMALL]
 TIMINGS = ["images_per_second", "seconds"]
 
 
@@ -173,7 +174,7 @@ def test_a_file_system_without_links_and_locks(monkeypatch, capsys):
     refused = {fcntl: ("lockf", errno.ENOLCK), os: ("link", errno.EPERM)}
     for module, (name, number) in refused.items():
         monkeypatch.setattr(module, name, lambda *_, n=number: (_ for _ in ()).throw(OSError(n, os.strerror(n))))
-    assert train(monkeypatch, "out=run", "train.epochs=1") == 0
+    assert train(monkeypatch, "out=run", "train.epochs=1", *SMALL) == 0
     assert capsys.readouterr().err == "run cannot be locked (No locks available): start no second process on it\n"
     assert {"config.yaml", "last.safetensors"} < files(Path("run"))
 
@@ -182,7 +183,7 @@ def test_what_a_run_began_from_may_be_gone(monkeypatch, capsys):
     """And its name may hold what Hydra's grammar would take apart."""
     odd = "a run (1), x=2"
     assert train(monkeypatch, f"out={odd}", *RICH, "train.epochs=1") == 0
-    words = [f"init={odd}", "pos=rope_mixed", "preserve=true", "data.canvas=24", "train.ema=0.9", "train.epochs=1"]
+    words = [f"init={odd}", "pos=rope_mixed", "preserve=true", "data.canvas=20", "train.ema=0.9", "train.epochs=1"]
     assert train(monkeypatch, "out=whole", *words) == 0
     killed(monkeypatch, 2, "out=run", *words, "train.save_every=1")
     shutil.rmtree(odd)
@@ -216,7 +217,7 @@ def test_a_damaged_state_is_passed_over(monkeypatch, capsys, whole):
 
 
 def test_no_state_is_whole(monkeypatch, capsys):
-    killed(monkeypatch, 7, "out=run", "train.save_every=2")
+    killed(monkeypatch, 7, "out=run", "train.save_every=2", *SMALL)
     older, newer = sorted(Path("run").glob("state-*"))
     newer.write_bytes(newer.read_bytes()[:1000])
     flip(older, 0)
@@ -268,7 +269,7 @@ def test_a_full_disk_leaves_the_state_before(monkeypatch, capsys, whole, disk, s
 
 def test_a_disk_that_is_full_from_the_start_leaves_nothing(monkeypatch, tmp_path, capsys, disk):
     at_step(monkeypatch, 1, lambda: disk(5_000))
-    assert train(monkeypatch, "out=run", "train.save_every=1") == 2
+    assert train(monkeypatch, "out=run", "train.save_every=1", *SMALL) == 2
     assert "cannot write to run: File too large; nothing was saved before" in one_line(capsys)
     assert list(tmp_path.iterdir()) == []
 
@@ -399,7 +400,7 @@ def test_a_gradient_that_is_not_finite_stops_too(monkeypatch, capsys):
         return result
 
     monkeypatch.setattr(training, "backward", overflowing)
-    assert train(monkeypatch, "out=run") == 2
+    assert train(monkeypatch, "out=run", *SMALL) == 2
     assert "the gradient's norm is inf in step 1" in one_line(capsys)
     assert saved_steps() == [0], "what can be gone on from, before any step"
     monkeypatch.undo()
@@ -407,7 +408,7 @@ def test_a_gradient_that_is_not_finite_stops_too(monkeypatch, capsys):
 
 def test_weights_that_are_not_finite_are_never_saved(monkeypatch, capsys):
     """Where gradients are not clipped their norm is not looked at, and the next loss comes too late."""
-    words = ["train.lr=1e39", "train.clip_grad=0", "train.warmup=0"]
+    words = ["train.lr=1e39", "train.clip_grad=0", "train.warmup=0", *SMALL]
     assert train(monkeypatch, "out=run", *words) == 2
     assert "the weights are not saved, nothing was saved before; a lower train.lr may help" in one_line(capsys)
     assert not Path("run").exists()
