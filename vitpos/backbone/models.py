@@ -96,10 +96,15 @@ class PositionMixin(Described):
     def _embed(
         self: Any, images: Tensor, coords: Tensor | None, extent: positions.Extent | None
     ) -> tuple[Tensor, Positions]:
-        """Tokens [B, T, D] before the first block, and the positions of their patches."""
+        """Tokens [B, T, D] before the first block, and the positions of their patches.
+
+        They have the dtype of the weights, under autocast too, so that it is alike for every encoding. That is what
+        timm's models have as soon as a table or a prefix token meets the patches.
+        """
         x = self.patch_embed(images)
         x = x if self.patch_embed.flatten else x.flatten(1, 2)
         dtype = next(self.blocks.parameters()).dtype
+        x = x.to(torch.promote_types(x.dtype, dtype))
         grid = self.patch_embed.dynamic_feat_size((images.shape[-2], images.shape[-1]))
         pos = _positions(x, grid, coords, extent, torch.promote_types(dtype, torch.float32))
         table, rows = self.pos_embed, self.prefix_rows
@@ -109,7 +114,7 @@ class PositionMixin(Described):
             before = torch.cat(prefix, dim=1)
             if table is not None and rows:
                 before = before + table[:, :rows]
-            x = torch.cat([before.to(x.dtype).expand(x.shape[0], -1, -1), x], dim=1)
+            x = torch.cat([before.expand(x.shape[0], -1, -1), x], dim=1)
         return self.enter(x, pos)
 
     def _blocks(

@@ -2,7 +2,8 @@
 
 The modules stay where timm has them, under their names; at each forward the model hands them to these classes,
 which say what attention is told. On the model's own grid that is timm's value, bit for bit; on others, where timm
-refuses the image, it is what timm's resizing of the model would give; anywhere else its formula.
+refuses the image, it is what timm's resizing of the model would give; anywhere else its formula. Autocast rounds what
+timm's small networks of relative position say, but not here.
 
 Legend as in ``encoding.py``; L layers.
 """
