@@ -1,0 +1,92 @@
+"""Gradient checkpointing with a caller's mask: every block is run twice, and nothing that is computed changes."""
+
+import pytest
+import torch
+from common import images, tiny
+from test_models import build
+from test_models import images as images_of
+
+import vitpos
+
+DEPTH = 2
+GRIDS = [(4, 6), (6, 4)]
+MODELS = {
+    "ViT": lambda: (tiny("rope_mixed + rpb + ape1d", (4, 6), 1, depth=DEPTH), images),
+    "Eva": lambda: native("vit_small_patch16_rope_mixed_ape_224"),
+    "Beit": lambda: native("beit_base_patch16_224"),
+    "RelPos": lambda: native("vit_relpos_base_patch16_cls_224"),
+}
+
+
+def native(key):
+    return vitpos.attach(build(key, depth=DEPTH), "native"), lambda grid: images_of(key, grid)
+
+
+def masks(dtype):
+    """For 24 patches and one class token; patch rows and columns far from symmetric, no row without a key."""
+    allowed = torch.rand(25, 25, generator=torch.Generator().manual_seed(4)) < 0.6
+    allowed |= torch.eye(25, dtype=torch.bool)
+    added = torch.randn(25, 25, generator=torch.Generator().manual_seed(5), dtype=dtype)
+    return {
+        "none": {},
+        "boolean": {"attn_mask": allowed},
+        "added": {"attn_mask": added},
+        "causal": {"is_causal": True},
+    }
+
+
+def counted(model):
+    """How often each block is begun from now on (recomputing stops where all is there that the gradient needs)."""
+    runs = [0] * len(model.blocks)
+
+    def count(layer):
+        def hook(module, given):
+            runs[layer] += 1
+
+        return hook
+
+    for layer, block in enumerate(model.blocks):
+        block.register_forward_pre_hook(count(layer))
+    return runs
+
+
+@pytest.mark.parametrize("mask", ["none", "boolean", "added", "causal"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_mask_is_recomputed_too(kind, mask):
+    """Two grids of one token count before one backward."""
+    found = []
+    for enable in (False, True):
+        model, make = MODELS[kind]()
+        model.train().set_grad_checkpointing(enable)
+        runs = counted(model)
+        given = masks(next(model.parameters()).dtype)[mask]
+        logits = [model(make(grid), **given) for grid in GRIDS]
+        assert runs == [2] * DEPTH
+        sum(out.pow(2).sum() for out in logits).backward()
+        assert runs == [4 if enable else 2] * DEPTH
+        found.append([*logits, *(p.grad for p in model.parameters())])
+        if given:
+            with torch.no_grad():
+                assert not torch.equal(model(make(GRIDS[0])), logits[0])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("mask", ["none", "boolean", "causal"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_features_on_the_way_are_checkpointed_too(kind, mask):
+    model, make = MODELS[kind]()
+    model.train().set_grad_checkpointing(True)
+    runs = counted(model)
+    final, maps = model.forward_intermediates(make(GRIDS[0]), 1, **masks(next(model.parameters()).dtype)[mask])
+    (final.sum() + maps[0].pow(2).sum()).backward()
+    assert runs == [2] * DEPTH
+
+
+@pytest.mark.parametrize("mask", ["none", "boolean"])
+def test_timms_own_forgets_to_with_a_mask(mask):
+    """The control: with a mask timm's plain model runs every block once."""
+    plain = build("vit_tiny_patch16_224", depth=DEPTH, img_size=(64, 96)).train()
+    plain.set_grad_checkpointing(True)
+    runs = counted(plain)
+    plain(images_of("vit_tiny_patch16_224", (4, 6)), **masks(torch.float32)[mask]).sum().backward()
+    assert runs == [2 if mask == "none" else 1] * DEPTH
