@@ -350,6 +350,31 @@ def test_distilled():
     assert [tuple(y.shape) for y in model(images("deit_tiny_distilled_patch16_224"))] == [(2, 3), (2, 3)]
 
 
+@pytest.mark.parametrize("options", [{"no_embed_class": True}, {"pos_embed": "none"}], ids=str)
+@pytest.mark.parametrize("pos", ["native", "rope_axial", "none"])
+def test_options_of_the_distilled_model(options, pos):
+    """timm's own fails with ``no_embed_class`` and keeps its table whatever ``pos_embed`` says."""
+    key = "deit_tiny_distilled_patch16_224"
+    model = vitpos.create_model(key, pos, depth=2, img_size=size(key, GRID), num_classes=7, **NARROW, **options).train()
+    assert (model.pos_embed is not None) == (pos == "native")
+    model.set_distilled_training(True)
+    for grid in (GRID, (5, 2)):
+        model.zero_grad()
+        sum(logits.pow(2).sum() for logits in model(images(key, grid))).backward()
+        assert not [n for n, p in model.named_parameters() if p.grad is None]
+    with pytest.raises(RuntimeError, match="must match the size"):
+        build(key, no_embed_class=True)(images(key))
+
+
+def test_registers_that_nobody_uses_are_refused():
+    plain = build("deit_tiny_distilled_patch16_224", reg_tokens=4)
+    plain(images("deit_tiny_distilled_patch16_224")).sum().backward()
+    assert plain.reg_token.grad is None
+    with pytest.raises(ValueError, match="makes reg_tokens=4 and uses none of them"):
+        vitpos.attach(plain, "native")
+    assert type(plain) is timm.models.deit.VisionTransformerDistilled
+
+
 def test_pruning_takes_mixed_frequencies_too():
     model = vitpos.attach(build("vit_small_patch16_rope_mixed_224"), "native")
     x = images("vit_small_patch16_rope_mixed_224")

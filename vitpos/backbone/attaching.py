@@ -243,6 +243,12 @@ def _check_served(model: Any) -> None:
         if not attentions_of(block):
             attention = getattr(block, "attn", None)
             refuse(block if attention is None else attention, f"attention must be one of timm's {_listed(PARTS)}")
+    kind: Any = MODELS.get(type(model), type(model))
+    if getattr(model, "reg_token", None) is not None and "reg_token" not in kind.prefix_names:
+        raise ValueError(
+            f"timm's {kind.__name__} makes reg_tokens={model.reg_token.shape[1]} and uses none of them, so that they "
+            "would get no gradient; build it without reg_tokens"
+        )
     if getattr(model, "rope", None) is not None and type(model.rope) not in ROTARY:
         refuse(model.rope, f"rotary tables must be one of timm's {_listed(ROTARY)}")
 
