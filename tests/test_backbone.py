@@ -212,6 +212,33 @@ def test_head_width_that_rotary_cannot_serve(pos):
     assert plain.pos_embed is not None
 
 
+@pytest.mark.parametrize("name", [*ENCODINGS, "ape1d + rpb"])
+def test_another_size_keeps_every_parameter(name):
+    """The same objects, so that an optimizer made before still trains them; another patch size makes a projection."""
+    model = tiny(name, (3, 5), 1).train()
+    before = dict(model.named_parameters())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.set_input_size(img_size=(12, 8))
+    after = dict(model.named_parameters())
+    assert list(after) == list(before)
+    assert all(after[key] is parameter for key, parameter in before.items())
+    tables = {key: p.clone() for key, p in before.items() if key == "pos_embed" or "layers.0.rpb" in key}
+    model(images((6, 4))).pow(2).sum().backward()
+    optimizer.step()
+    assert not [key for key, value in tables.items() if torch.equal(after[key], value)]
+    model.set_input_size(patch_size=4)
+    anew = {key for key, p in model.named_parameters() if p is not before[key]}
+    assert anew == {"patch_embed.proj.weight", "patch_embed.proj.bias"}
+
+
+def test_timms_resizing_leaves_an_optimizer_behind():
+    """The control: timm's own model has another table afterwards."""
+    plain = timm_model()
+    table = plain.pos_embed
+    plain.set_input_size(img_size=(96, 64))
+    assert plain.pos_embed is not table
+
+
 @pytest.mark.parametrize("name", ENCODINGS)
 def test_copies_are_their_own(name, tmp_path):
     model = tiny(name, prefix=1)

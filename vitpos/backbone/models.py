@@ -222,7 +222,11 @@ class PositionMixin(Described):
         return kept
 
     def set_input_size(self: Any, img_size: Any = None, patch_size: Any = None) -> None:
-        """Change the nominal input and patch size. Tables stay: each forward resamples them."""
+        """Change the nominal input and patch size. Tables stay: each forward resamples them.
+
+        Every parameter stays the same object, so that optimizers and averages made before go on; only a new patch
+        size makes a new ``patch_embed.proj``.
+        """
         self.patch_embed.set_input_size(img_size=img_size, patch_size=patch_size)
         for info in self.feature_info:
             info["reduction"] = self.patch_embed.feat_ratio()
