@@ -377,7 +377,7 @@ def _add(to: Tensor, part: Tensor, first: bool) -> None:
 def _pieces(q: Tensor, scratch: int) -> Iterator[tuple[tuple[slice, slice], slice, list[Tensor]]]:
     """Some images, or some heads of one image, or some queries of one head, at a time; with room for their logits."""
     batch, heads, tokens, _ = q.shape
-    rows = max(1, min(tokens, CHUNK // tokens))
+    rows = math.ceil(tokens / math.ceil(tokens**2 / CHUNK))
     count = max(1, CHUNK // tokens**2)  # of heads
     images, some = (count // heads, heads) if count >= heads else (1, count)
     room = [q.new_empty(images * some * rows * tokens) for _ in range(scratch)]
