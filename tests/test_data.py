@@ -12,6 +12,7 @@ from PIL import Image
 from timm.data.transforms_factory import transforms_imagenet_eval
 
 from vitpos import data, seeds
+from vitpos.data.decoded import _posterize
 
 CIFAR10 = os.environ.get("VITPOS_CIFAR10")
 IMAGENETTE = os.environ.get("VITPOS_IMAGENETTE")
@@ -509,6 +510,22 @@ def test_folder_augmentation_is_keyed_by_sample(tmp_path, options):
     assert not torch.equal(ds.augmented(range(8), 0, 2), x)
     assert (x != plain.augmented(range(8), 0, 1)).flatten(1).any(1).float().mean() > 0.4
     assert torch.equal(ds.batch(range(4)), plain.batch(range(4))), "clean images stay clean"
+
+
+@pytest.mark.parametrize(
+    "augment", ["rand-m10-mstd0.5-inc1-n9", "rand-m10-inc1-n9", "rand-m0-n9", "augmix-m9", "original"]
+)
+def test_the_strongest_augmentation_is_possible(tmp_path, augment):
+    """Posterizing keeps 4 bits down to none, of which Pillow allows the last no more."""
+    ds = folder(make_tree(tmp_path, ("train", "val"), images=6), augment=augment)
+    for epoch in range(20):
+        assert ds.augmented(range(8), 0, epoch).isfinite().all()
+
+
+def test_no_bits_are_black():
+    image = Image.new("RGB", (2, 2), (250, 3, 100))
+    assert np.asarray(_posterize(image, 0)).max() == 0
+    assert np.asarray(_posterize(image, 1)).tolist()[0][0] == [128, 0, 0]
 
 
 def test_crops_of_another_shape_keep_the_aspect_ratio(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from timm.data import auto_augment
 from timm.data.transforms_factory import transforms_imagenet_train
 from torch import Tensor
 from torchvision.transforms import v2
@@ -130,20 +132,36 @@ def augmentation(cfg: DecodedConfig, size: Size) -> Any:
     return _augmentation(size, cfg.min_crop_area, cfg.flip, cfg.augment, cfg.color_jitter, cfg.interpolation)
 
 
+def _to_no_bits(transforms: Any) -> Any:
+    """timm's transforms, with posterizing down to no bits, black, as published; Pillow 13 refuses it."""
+    for transform in transforms.transforms:
+        policy = [*getattr(transform, "ops", ()), *itertools.chain(*getattr(transform, "policy", ()))]
+        for op in policy:
+            if getattr(op, "aug_fn", None) is auto_augment.posterize:
+                op.aug_fn = _posterize
+    return transforms
+
+
+def _posterize(image: Image.Image, bits: int, **ignored: Any) -> Image.Image:
+    return auto_augment.posterize(image, bits) if bits else image.point(lambda value: 0)
+
+
 @functools.cache
 def _augmentation(size: Size, area: float, flip: bool, augment: str | None, jitter: float, interpolation: str) -> Any:
     shape = size[1] / size[0]
     try:
-        return transforms_imagenet_train(
-            size,
-            scale=(area, 1.0),
-            ratio=(3 / 4 * shape, 4 / 3 * shape),
-            hflip=0.5 if flip else 0.0,
-            color_jitter=jitter or None,  # type: ignore[arg-type]
-            force_color_jitter=True,
-            auto_augment=augment,
-            interpolation=interpolation,
-            use_prefetcher=True,  # ends with uint8 tensors
+        return _to_no_bits(
+            transforms_imagenet_train(
+                size,
+                scale=(area, 1.0),
+                ratio=(3 / 4 * shape, 4 / 3 * shape),
+                hflip=0.5 if flip else 0.0,
+                color_jitter=jitter or None,  # type: ignore[arg-type]
+                force_color_jitter=True,
+                auto_augment=augment,
+                interpolation=interpolation,
+                use_prefetcher=True,  # ends with uint8 tensors
+            )
         )
     except (AssertionError, ValueError, KeyError, IndexError) as error:
         raise ValueError(
