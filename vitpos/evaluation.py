@@ -497,8 +497,8 @@ def from_timm(
 ) -> Source:  # fmt: skip
     """A timm model by name, with `weights` of a local file or, if `pretrained`, timm's.
 
-    Untrained ones take the data's size, channels and classes. Trained ones read files at their own size and
-    interpolation (but for keys of data in `given`), and data that is named as the model's classes are, such as by
+    Untrained ones take the data's size, channels and classes. Trained ones read files at their own size (that in
+    `model_args`, else the one they were published at) and interpolation (but for keys of data in `given`), and data that is named as the model's classes are, such as by
     ImageNet's wnids, may hold some of them.
     """
     if "name" not in config:
@@ -509,7 +509,9 @@ def from_timm(
     kwargs, trained = dict(model_args), pretrained or weights is not None
     if trained:
         kwargs = _with_weights(name, kwargs, weights)
-        config = {**config, **{key: value for key, value in _own_images(name).items() if key in config.keys() - given}}
+        free = config.keys() - given
+        own_size = model_args.get("img_size") if "img_size" in free else None
+        config = {**config, **{key: value for key, value in _own_images(name, own_size).items() if key in free}}
     images, config = _test_images(config, device)
     info = images.info
     if not trained:
@@ -545,12 +547,19 @@ def data_keys() -> set[str]:
     return {key.removeprefix("data.") for word in given if (key := word.partition("=")[0].lstrip("+"))[:5] == "data."}
 
 
-def _own_images(name: str) -> dict[str, Any]:
-    """How timm reads the images of a pretrained model, as keys of data."""
+def _own_images(name: str, size: Any) -> dict[str, Any]:
+    """How timm reads the images of a pretrained model, as keys of data; at ``size`` if the model was given one."""
+    height, width = size if isinstance(size, list) and len(size) == 2 else (size, size)
+    if height != width:
+        raise ValueError(
+            f"model_args.img_size={size}: images are read as squares; give their side, data.img_size=SIDE, and "
+            "model_args.dynamic_img_size=true"
+        )
     own: Any = timm.get_pretrained_cfg(name)
     if own is None:
         return {}
     found: dict[str, Any] = {"img_size": own.input_size[-1]} if own.input_size[1] == own.input_size[2] else {}
+    found = found if size is None else {"img_size": height}
     return found | ({"interpolation": own.interpolation} if own.interpolation in INTERPOLATIONS else {})
 
 
