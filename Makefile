@@ -1,10 +1,10 @@
-# make demo | test | lint | docs | figures | bench | bench-train: each installs what it needs into .venv first.
+# make demo | test | lint | docs | figures | bench | bench-train | bench-eval: each installs what it needs into .venv first.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
 
-.PHONY: install demo test test-slow lint docs figures bench bench-train clean
+.PHONY: install demo test test-slow lint docs figures bench bench-train bench-eval clean
 .DEFAULT_GOAL := test
 
 install: $(VENV)/.installed
@@ -60,6 +60,10 @@ bench: install
 # Reading and steps next to torchvision's and timm's; on an idle machine, about ten minutes.
 bench-train: install
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/training.py
+
+# Five shifts of every image next to a plain loop over images; about five minutes.
+bench-eval: install
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/evaluation.py
 
 docs: install
 	$(BIN)/python -m vitpos.encodings --docs docs/encodings

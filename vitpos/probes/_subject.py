@@ -207,7 +207,7 @@ class Subject:
 
     def normalized(self, pixels: Tensor) -> Tensor:
         """What the model is given for raw pixels [b, C, H, W]."""
-        return (pixels.to(self.device) - self._mean) / self._std
+        return (pixels.to(self.device) - self._mean).div_(self._std)
 
     def logits(self, pixels: Tensor, model: nn.Module | None = None, **told: Any) -> Tensor:
         """Normalise, run -> [b, K] on the CPU in this subject's dtype; `told` goes to the model. Everything before this
