@@ -18,6 +18,8 @@ Shift = tuple[int, int]
 def crop_shift(images: Tensor, shift: Shift) -> Tensor:
     """A window that slides over an image lying on black: vacated pixels are 0, content that leaves is lost."""
     (dy, dx), (h, w) = shift, images.shape[-2:]
+    if shift == (0, 0):
+        return images
     if abs(dy) >= h or abs(dx) >= w:
         return torch.zeros_like(images)
     kept = images[..., max(-dy, 0) : h - max(dy, 0), max(-dx, 0) : w - max(dx, 0)]
