@@ -14,6 +14,7 @@ and of wall time, and the median and quartiles of the rounds' own ratios, vitpos
 """
 
 import argparse
+import functools
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -77,6 +78,8 @@ def rivals(title: str) -> tuple[dict[str, Callable[[], object]], dict[str, Calla
     model = timm.create_model("vit_tiny_patch16_224", img_size=side, patch_size=patch, num_classes=CLASSES, **arguments)
     subject = probes.Subject(model.eval(), images, mean=IMAGENET_MEAN, std=IMAGENET_STD, batch_size=batch)
 
+    moved = functools.partial(crop_shift, black=subject.black)
+
     def plain_batches() -> Iterator[tuple[int, torch.Tensor]]:
         for s, shift in enumerate(shifts):
             for x in torch.utils.data.DataLoader(Plain(pictures, shift), batch):
@@ -91,11 +94,12 @@ def rivals(title: str) -> tuple[dict[str, Callable[[], object]], dict[str, Calla
 
     @torch.inference_mode()
     def ours() -> np.ndarray:
-        return subject.sweep(shifts, crop_shift, "five shifts")["pred"]
+        return subject.sweep(shifts, moved, "five shifts", normalized=True)["pred"]
 
     @torch.inference_mode()
     def ours_prepared() -> list[torch.Tensor]:
-        return [subject.normalized(crop_shift(x, shift))[0, 0, 0, 0] for _, x in subject.loaded() for shift in shifts]
+        batches = (subject.normalized(x) for _, x in subject.loaded())
+        return [moved(x, shift)[0, 0, 0, 0] for x in batches for shift in shifts]
 
     def plain_prepared() -> list[torch.Tensor]:
         return [x[0, 0, 0, 0] for _, x in plain_batches()]

@@ -50,6 +50,18 @@ def shifts_as_defined(shift):
     return True
 
 
+def test_shifts_of_normalised_pixels_are_those_of_pixels():
+    """Bit for bit, at shifts that leave nothing in view too; with another black they are not."""
+    x = torch.rand(2, 3, 5, 7)
+    sub = probes.Subject(Constant(), Squares(), mean=[0.3], std=[0.7])
+    assert sub.black.shape == (1, 1, 1, 1)
+    for shift in itertools.product(range(-8, 9, 2), repeat=2):
+        after = sub.normalized(translation.crop_shift(x, shift))
+        assert torch.equal(translation.crop_shift(sub.normalized(x), shift, sub.black), after)
+        if shift != (0, 0):
+            assert not torch.equal(translation.crop_shift(sub.normalized(x), shift), after)
+
+
 def test_crop_shift_is_as_defined_and_broken_ones_are_caught():
     assert shifts_as_defined(translation.crop_shift)
     assert not shifts_as_defined(lambda x, d: torch.roll(x, d, (-2, -1)))

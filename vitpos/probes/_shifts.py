@@ -10,20 +10,23 @@ import math
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 Shift = tuple[int, int]
 
 
-def crop_shift(images: Tensor, shift: Shift) -> Tensor:
-    """A window that slides over an image lying on black: vacated pixels are 0, content that leaves is lost."""
+def crop_shift(images: Tensor, shift: Shift, black: Tensor | float = 0.0) -> Tensor:
+    """A window that slides over an image lying on black: vacated pixels are `black` ([1, C, 1, 1] where it differs by
+    channel), content that leaves is lost."""
     (dy, dx), (h, w) = shift, images.shape[-2:]
     if shift == (0, 0):
         return images
-    if abs(dy) >= h or abs(dx) >= w:
-        return torch.zeros_like(images)
-    kept = images[..., max(-dy, 0) : h - max(dy, 0), max(-dx, 0) : w - max(dx, 0)]
-    return F.pad(kept, (max(dx, 0), max(-dx, 0), max(dy, 0), max(-dy, 0)))
+    top, left = (min(max(d, 0), side) for d, side in zip((dy, dx), (h, w)))
+    bottom, right = (max(min(side + d, side), 0) for d, side in zip((dy, dx), (h, w)))
+    out = torch.empty_like(images)
+    out[..., :top, :] = out[..., bottom:, :] = black
+    out[..., top:bottom, :left] = out[..., top:bottom, right:] = black
+    out[..., top:bottom, left:right] = images[..., top - dy : bottom - dy, left - dx : right - dx]
+    return out
 
 
 def circular_shift(images: Tensor, shift: Shift) -> Tensor:

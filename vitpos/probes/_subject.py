@@ -137,6 +137,11 @@ class Subject:
             raise ValueError(f"the images have {first.shape[1]} channels, the model's preprocessing {len(mean)}")
 
     @property
+    def black(self) -> Tensor:
+        """What a black pixel is once normalised [1, C, 1, 1]."""
+        return self.normalized(torch.zeros_like(self._mean))
+
+    @property
     def position_aware(self) -> bool:
         """Whether the model carries a vitpos encoding (and so takes any grid, and has resize policies)."""
         return isinstance(getattr(self.model, "position", None), Position)
@@ -212,8 +217,12 @@ class Subject:
     def logits(self, pixels: Tensor, model: nn.Module | None = None, **told: Any) -> Tensor:
         """Normalise, run -> [b, K] on the CPU in this subject's dtype; `told` goes to the model. Everything before this
         (shift, pad, resize) is on raw pixels, so that what is filled in is black, not the mean colour."""
+        return self.answers(self.normalized(pixels), model, **told)
+
+    def answers(self, given: Tensor, model: nn.Module | None = None, **told: Any) -> Tensor:
+        """The same of images that are normalised."""
         with torch.autocast(self.device.type, dtype=self.low, enabled=self.low is not None):
-            out: Tensor = (self.model if model is None else model)(self.normalized(pixels), **told)
+            out: Tensor = (self.model if model is None else model)(given, **told)
         return self.decided(out).to(self.dtype).cpu()
 
     def decided(self, logits: Tensor) -> Tensor:
@@ -292,21 +301,24 @@ class Subject:
         description: str,
         *,
         source: Callable[[list[Batch]], Iterable[tuple[slice, Any]]] | None = None,
+        normalized: bool = False,
         model: nn.Module | None = None,
     ) -> Arrays:
         """All images under all conditions -> what is kept of the logits, by the names of `COLUMNS`, each [S, N].
 
-        render(batch, condition) gives raw pixels from what `source` makes of batches (the loaded pixels by default).
+        render(batch, condition) gives raw pixels from what `source` makes of batches (the loaded pixels by default), or
+        `normalized` ones from normalised pixels, where it moves pixels alone: one pass over them in place of three.
         Changes are against the first condition.
         """
 
         def measure(some: list[Batch]) -> Iterator[Arrays]:
             advance = self.track(description, len(conditions) * sum(len(indices) for _, indices in some))
             for part, batch in (source or self.loaded)(some):
+                batch = self.normalized(batch) if normalized else batch
                 rows: list[dict[str, Tensor]] = []
                 reference = None
                 for condition in conditions:
-                    logits = self.logits(render(batch, condition), model)
+                    logits = (self.answers if normalized else self.logits)(render(batch, condition), model)
                     reference = logits if reference is None else reference
                     rows.append(_columns(logits, reference, self.labels[part]))
                     advance(len(logits))

@@ -32,6 +32,7 @@ logit over the shifts of a group (Ding et al. 2023, arXiv:2306.07470). `every`: 
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
@@ -168,7 +169,8 @@ class Translation:
                 continue
             for group, shifts in groups.items():
                 source, render = self._moving(subject, variant, group)
-                columns = subject.sweep(shifts, render, f"{variant}, {group}", source=source)
+                whole = source is None and group not in FRACTIONAL  # pixels, which are moved as they are
+                columns = subject.sweep(shifts, render, f"{variant}, {group}", source=source, normalized=whole)
                 kept = {key: columns[key] for key in ("pred", "logit_change", "logit_drift", "true_logit")}
                 kept |= {"shifts": np.array(shifts), "logit_norm": columns["logit_norm"][0]}
                 arrays |= {f"{variant}/{group}/{key}": array for key, array in kept.items()}
@@ -181,6 +183,8 @@ class Translation:
     def _moving(subject: Subject, variant: str, group: str) -> tuple[Any, Any]:
         """What a sweep of a group makes of batches (None: their pixels), and how that is moved."""
         place: Any = getattr(subject.images, "place", None)
+        if variant == "crop":
+            return None, functools.partial(crop_shift, black=subject.black)
         if variant != "canvas":
             return None, FRACTIONAL.get(group, MOVES.get(variant))
         if group in FRACTIONAL:
