@@ -53,13 +53,13 @@ def planted(count=1000, logits=LOGITS, louder=None):
     return model.state_dict()
 
 
-def evaluated(tmp_path, evaluate, weights, *words, folder=None):
+def evaluated(tmp_path, evaluate, weights, *words, folder=None, img_size="32", data_size="data.img_size=32"):
     path = tmp_path / "weights.safetensors"
     save_file(weights, path)
     root = folder or make_folder(tmp_path / "images")
-    args = "{img_size: 32, patch_size: 16, embed_dim: 24, depth: 1, num_heads: 2, class_token: false, global_pool: avg"
-    args += f", num_classes: {len(weights['head.bias'])}}}"
-    given = ["data=folder", f"data.root={root}", "data.img_size=32", "data.workers=0", *QUICK, *words]
+    args = f"{{img_size: {img_size}, patch_size: 16, embed_dim: 24, depth: 1, num_heads: 2, class_token: false"
+    args += f", global_pool: avg, num_classes: {len(weights['head.bias'])}}}"
+    given = ["data=folder", f"data.root={root}", data_size, "data.workers=0", *QUICK, *words]
     code, out, err = evaluate(
         f"model={NAME}", f"weights={path}", f"model_args={args}", f"out={tmp_path / 'out'}", *given
     )
@@ -119,6 +119,19 @@ def test_folders_of_other_names_are_refused(tmp_path, evaluate, names, message):
     assert err.count("\n") == 1
     assert re.search(message, err), err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("img_size", ["32", "[32, 32]"])
+def test_the_size_of_the_model_is_that_of_its_images(tmp_path, evaluate, img_size):
+    """Not the one that timm's configuration of its name says (224), unless the command says another."""
+    run, _ = evaluated(tmp_path, evaluate, planted(), img_size=img_size, data_size="data.val_fraction=0.1")
+    assert run["accuracy"]["value"] == 1.0
+    assert run["data"]["img_size"] == 32
+
+
+def test_a_size_that_is_no_square_is_asked_for(tmp_path, evaluate):
+    err = evaluated(tmp_path, evaluate, planted(), img_size="[32, 48]", data_size="data.val_fraction=0.1")
+    assert "model_args.img_size=[32, 48]: images are read as squares; give their side, data.img_size=" in err
 
 
 def test_weights_that_do_not_fit_are_refused(tmp_path, evaluate, monkeypatch):
