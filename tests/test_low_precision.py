@@ -5,12 +5,12 @@ import copy
 import pytest
 import timm
 import torch
-from common import ENCODINGS, images, tiny
-from test_models import ALL, build
+from common import ENCODINGS, images, relative_change, tiny
+from test_models import ALL, ROTARY, build, size
 from test_models import images as images_of
 
 import vitpos
-from vitpos import kernels
+from vitpos import kernels, positions
 
 # timm rounds what its small networks of relative position say; here autocast rounds no bias.
 NETWORKS = [k for k in ALL if "relpos" in k and "table" not in k]
@@ -64,3 +64,82 @@ def test_timms_stream_depends_on_what_is_added():
         for table in ("learn", "none")
     ]
     assert seen == [[torch.float32], [torch.bfloat16]]
+
+
+@pytest.mark.parametrize("prefix", [0, 1])
+@pytest.mark.parametrize("name", ["ape1d", "sincos1d", "rpb"])
+def test_tables_on_another_grid_in_a_bfloat16_model(name, prefix):
+    """Antialiased bicubic resampling has no kernel in bfloat16 on a CPU; features of size 1 stay near float32's."""
+    model = tiny(name, (3, 5), prefix, heads=2, dim=24).float()
+    x = images((4, 6), batch=4, dtype=torch.float32)
+    with torch.no_grad():
+        expected = model.forward_features(x)
+        assert expected.abs().mean() > 0.3
+        low = copy.deepcopy(model).bfloat16().forward_features(x.bfloat16())
+        assert low.dtype == torch.bfloat16
+        assert relative_change(low.float(), expected) < 1e-2
+        without = vitpos.attach(model, "none").forward_features(x)
+    assert relative_change(without, expected) > 5e-2
+
+
+HELD = [key for key in ROTARY if getattr(build(key), "rope", None) is not None]
+
+
+def turns(model, grid):
+    """Cosines and sines of a model's own rotary tables, of the last layer."""
+    pos = positions.grid(*grid)
+    shared = model.position.shared_signal(pos, model.num_prefix_tokens, model.own())
+    rotation = model.position.signal(len(model.blocks) - 1, pos, shared).expand().rotation
+    return rotation.turn
+
+
+@pytest.mark.parametrize("grid", [(3, 5), (5, 3), (4, 8)])
+@pytest.mark.parametrize("key", HELD)
+def test_own_rotary_tables_of_a_bfloat16_model(key, grid):
+    """On any grid they are timm's resized, bit for bit; back in float32 they are one rounding of the table away."""
+    plain = build(key)
+    model = vitpos.attach(copy.deepcopy(plain), "native")
+    with torch.no_grad():
+        expected = turns(model, grid)
+        plain, model = plain.bfloat16(), model.bfloat16()
+        plain.set_input_size(img_size=size(ALL[key][0], grid))
+        x = images_of(key, grid).bfloat16()
+        assert torch.equal(model(x), plain(x))
+        back = turns(model.float(), grid)
+        if "mixed" in key:  # its frequencies are weights, and rounded with all others, as timm's are
+            fresh = build(key)
+            fresh.rope.freqs.copy_(fresh.rope.freqs.bfloat16())
+            expected = turns(vitpos.attach(fresh, "native"), grid)
+    assert back.dtype == torch.float32
+    assert (back - expected).abs().max() <= 2e-3
+    assert (turns(model, grid[::-1]) - expected).abs().max() > 0.1
+
+
+def test_phases_in_bfloat16_would_be_seen():
+    """The control: the angle of the last of 8 patches at the fastest frequency, computed in bfloat16."""
+    angle = torch.tensor(7.0) * torch.tensor(0.9)
+    assert (angle.bfloat16().float().sin() - angle.sin()).abs() > 2e-3
+
+
+@pytest.mark.slow
+def test_compiled_under_autocast_with_gradients():
+    """Compiled, the table is resampled by two products of matrices, which autocast must not round either."""
+    model = tiny("ape1d + cpb", (3, 5), 0, depth=1, heads=2, dim=24).float()
+    x = images((4, 6), dtype=torch.float32)
+    torch._dynamo.reset()
+    found = []
+    for forward in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
+        model.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = forward(x)
+        out.float().pow(2).sum().backward()
+        found.append([out.detach().float(), *(p.grad for n, p in model.named_parameters() if n.startswith("pos"))])
+    torch._dynamo.reset()
+    assert all(relative_change(a, b) < 3e-2 for a, b in zip(*found, strict=True))
+
+    pos, tables = positions.grid(4, 6), []
+    for tokens in (model.position.tokens, torch.compile(model.position.tokens, fullgraph=True, backend="aot_eager")):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            tables.append(tokens(pos, {"pos_embed": model.pos_embed}))
+    torch._dynamo.reset()
+    assert relative_change(*tables) < 1e-6

@@ -63,7 +63,9 @@ def _rotary_table(rope: Any, extent: Extent) -> Tensor:
             return rope.get_embed()
         kind = type(rope)
         if kind is _Cat:  # its get_embed ignores the shape where it has a table
-            return rope._build_embed_cat(list(extent), rope.bands, augment=rope.training and rope.aug_active)
+            augment = rope.training and rope.aug_active
+            dtype = None if augment else rope.pos_embed.dtype  # what timm's resizing keeps
+            return rope._build_embed_cat(list(extent), rope.bands, dtype=dtype, augment=augment)
     return rope.get_embed(list(extent))
 
 
