@@ -13,6 +13,9 @@ from timm.utils import ModelEmaV3
 import vitpos
 from vitpos import backbone
 from vitpos.backbone.parts import PARTS
+from vitpos.composition import Position
+from vitpos.encoding import Geometry
+from vitpos.spec import parse
 
 TIMM = "vit_tiny_patch16_224"
 SMALL = {"img_size": (48, 80), "patch_size": 16, "embed_dim": 48, "depth": 3, "num_heads": 3, "num_classes": 7}
@@ -210,6 +213,27 @@ def test_head_width_that_rotary_cannot_serve(pos):
         vitpos.attach(plain, pos)
     assert type(plain) is timm.models.vision_transformer.VisionTransformer
     assert plain.pos_embed is not None
+
+
+LEARNED = [n for n in ENCODINGS if list(Position(parse(n), Geometry(36, 3, 12, 1, (2, 3))).parameters())]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: ModelEmaV3(model).module], ids=["deepcopy", "average"])
+@pytest.mark.parametrize("name", [*LEARNED, "rpb + ape1d"])
+def test_the_encoding_of_a_copy_is_its_own(name, copied):
+    """Its weights alone change: the copy says something else, the model does not; and the other way round."""
+    model = tiny(name, (3, 5), 0)
+    x = images((4, 6))
+    with torch.no_grad():
+        expected = model(x)
+        for changed, kept in ((copied(model), model), (model, copied(model))):
+            named = dict(changed.named_parameters())
+            positional = [named[key] for key in named if key == "pos_embed" or key.startswith("position.")]
+            assert positional
+            for parameter in positional:
+                parameter.mul_(-1.5)
+            assert relative_change(changed(x), expected) > 1e-6
+            assert torch.equal(kept(x), expected)
 
 
 @pytest.mark.parametrize("name", [*ENCODINGS, "ape1d + rpb"])

@@ -375,6 +375,67 @@ def test_registers_that_nobody_uses_are_refused():
     assert type(plain) is timm.models.deit.VisionTransformerDistilled
 
 
+@pytest.mark.parametrize("name", ["vit_relpos_base_patch16_cls_224", "vit_srelpos_small_patch16_224"])
+@pytest.mark.parametrize("grid", [(1, 4), (3, 1), (1, 1)])
+def test_a_network_of_offsets_on_one_row(name, grid):
+    """timm divides Swin v2's offsets by the side less 1, so that on a single row or column its model says nan."""
+    torch.manual_seed(0)
+    options = {"rel_pos_type": "mlp_swin", "depth": 2, "num_classes": 7, **NARROW}
+    plain = timm.create_model(name, img_size=size(name, grid), **options).eval()
+    x = torch.randn(2, 3, *size(name, grid))
+    with torch.no_grad():
+        assert plain(x).isnan().all()
+        model = vitpos.attach(plain, "native")
+        assert model(x).isfinite().all()
+        taller = vitpos.attach(timm.create_model(name, img_size=size(name, (3, 4)), **options).eval(), "native")
+        taller.load_state_dict(model.state_dict())  # one network, whatever grid it was built for
+        assert relative_change(model(x), taller(x)) < 1e-6
+
+
+@pytest.mark.parametrize("pos", ["ape1d + rpb", "native + rpb"])
+@pytest.mark.parametrize(
+    "key",
+    ["vit_small_patch16_rope_mixed_ape_224", "eva02_tiny_patch14_224", "beit shared and own",
+     "vit_relpos_base_patch16_cls_224", "vit_srelpos_small_patch16_224", "relpos table"],
+)  # fmt: skip
+def test_init_weights_draws_anew(key, pos):
+    """From any state and one seed the same weights, timm's and the encoding's, in classes that do it each its way."""
+    states = []
+    for value in (0.5, 2.0):
+        model = vitpos.attach(build(key), pos)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(value)
+        torch.manual_seed(7)
+        model.init_weights()
+        states.append(model.state_dict())
+    kept = [name for name, value in states[0].items() if not torch.equal(value, states[1][name])]
+    mixed = pos.startswith("native") and "mixed" in key
+    assert kept == ["rope.freqs"] * mixed  # (which timm's own ``init_weights`` leaves too)
+    assert states[0]["position.layers.1.rpb.table"].std() == pytest.approx(0.02, rel=0.3)
+    assert model.pos_embed is None or model.state_dict()["pos_embed"].std() == pytest.approx(0.02, rel=0.3)
+    if not mixed:
+        assert model(images(key)).isfinite().all()
+
+
+@pytest.mark.parametrize("key", ["vit_tiny_patch16_224", "eva02_tiny_patch14_224", "beit_base_patch16_224"])
+def test_no_method_is_bound_to_an_instance(key):
+    """Whatever copies modules one by one, such as DataParallel, gets modules that run their own code."""
+    model = vitpos.attach(build(key), "native + rpb")
+
+    def bound(module):
+        return [name for name, value in vars(module).items() if getattr(value, "__self__", None) is not None]
+
+    for module in model.modules():
+        assert not bound(module)
+        replica = module._replicate_for_data_parallel()
+        assert replica.forward.__self__ is replica
+    model.blocks[1].attn.forward = model.blocks[1].attn.forward
+    replica = model.blocks[1].attn._replicate_for_data_parallel()
+    assert bound(replica) == ["forward"]
+    assert replica.forward.__self__ is not replica
+
+
 def test_pruning_takes_mixed_frequencies_too():
     model = vitpos.attach(build("vit_small_patch16_rope_mixed_224"), "native")
     x = images("vit_small_patch16_rope_mixed_224")

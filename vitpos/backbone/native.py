@@ -100,7 +100,8 @@ class OwnBias(Native):
 
     def bias(self, pos: Positions, module: Any) -> Bias:  # type: ignore[override]
         if isinstance(module, layers.RelPosMlp):
-            if pos.full and surely_equal(pos.extent, module.window_size):
+            divides = module.mode != "swin" or min(module.window_size) > 1  # timm's table is NaN for a side of 1
+            if pos.full and divides and surely_equal(pos.extent, module.window_size):
                 first = module.prefix_tokens
                 return PairBias(module.get_bias()[:, :, first:, first:])
             return offset_bias(partial(_network, module), pos, None)
