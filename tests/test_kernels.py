@@ -5,6 +5,7 @@ import itertools
 import pickle
 
 import pytest
+import timm
 import torch
 from common import images, tiny
 from torch.autograd import forward_ad
@@ -307,10 +308,148 @@ def test_a_bias_is_remembered_while_nothing_changes(monkeypatch):
 
 def test_what_a_model_has_of_its_own_is_left_to_timms_kernels(monkeypatch):
     """So that ``native`` changes no logit."""
-    for name in ("split", "attend", "dense_bias"):
-        monkeypatch.setattr(kernels, name, lambda *given: pytest.fail("a kernel of ours"))
+    for name in ("_rotate", "attend", "dense_bias"):
+        monkeypatch.setattr(kernels, name, lambda *given, **options: pytest.fail("a kernel of ours"))
     sizes = {"img_size": 32, "depth": 1, "embed_dim": 48, "num_heads": 4}
     for model in ("vit_small_patch16_rope_224", "beit_base_patch16_224"):
         vitpos.create_model(model, "native", **sizes)(torch.randn(1, 3, 32, 32)).sum().backward()
     with pytest.raises(pytest.fail.Exception):
         vitpos.create_model("vit_small_patch16_rope_224", "rope_axial", **sizes)(torch.randn(1, 3, 32, 32))
+
+
+# what a review found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_gradients_may_lie_in_any_order(dtype):
+    """As matrix products leave that of k: channels are not next to each other."""
+    qkv, turn = packed(6, 2, 8, dtype=torch.float32).detach().to(dtype), turning(5, 1, 4).detach()
+    weight = torch.randn(2, 2, 8, 6, dtype=dtype).mT
+    for i in (0, 1):
+        grads = []
+        for function in (kernels.split, plain_split):
+            given = qkv.clone().requires_grad_()
+            (function(given * 1, turn, "interleaved", 1)[i] * weight).sum().backward()
+            grads.append(given.grad)
+        assert apart(*grads) < 1e-6
+
+
+def test_a_projection_may_return_any_strides():
+    class Convolution(torch.nn.Module):
+        def __init__(self, linear):
+            super().__init__()
+            self.linear = linear
+
+        def forward(self, x):
+            return torch.nn.functional.conv1d(x.mT, self.linear.weight[..., None], self.linear.bias).mT
+
+    for grid, prefix in (((3, 5), 0), ((3, 5), 1)):  # an odd and an even number of tokens
+        model = tiny("rope_axial", grid, prefix).float().eval()
+        x = images(grid).float()
+        with torch.no_grad():
+            expected = model(x)
+            for block in model.blocks:
+                block.attn.qkv = Convolution(block.attn.qkv)
+            assert apart(model(x), expected) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_query_without_a_key_gets_nothing(dtype):
+    """As from PyTorch's kernel, and not NaN: images that are padded have such rows."""
+    model = tiny("rpb", (3, 5), 0).to(dtype)
+    allowed = torch.ones(2, 15, dtype=torch.bool)
+    allowed[1, 9:] = False
+    out = model.forward_features(images((3, 5)).to(dtype), attn_mask=(allowed[:, None] & allowed[:, :, None])[:, None])
+    out.square().sum().backward()
+    assert out.isfinite().all()
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_transforms_of_anything():
+    """vmap over what lies behind, over one layer, over a bias; and backward passes of several gradients at once."""
+    x = images((3, 5)).float()
+    model = tiny("rpb(prefix=True) + rope_axial", (3, 5), 1).float().eval()
+    weights = torch.randn(3, 7, 2)
+    many = torch.func.vmap(lambda w: model(x) @ w)(weights)
+    torch.testing.assert_close(many[1], model(x) @ weights[1])
+    ends = ("rpb.prefix", "blocks.1.attn.qkv.weight")
+    for end in ends:
+        some = {n: torch.stack([p, 2 * p]).detach() for n, p in model.named_parameters() if n.endswith(end)}
+        with torch.no_grad():
+            before = model(x)
+            both = torch.func.vmap(lambda p: torch.func.functional_call(model, p, (x,)))(some)
+            torch.testing.assert_close(both[0], before)
+            assert apart(both[1], before) > 1e-4
+            assert torch.equal(model(x), before)
+    for spec in ("none", "rope_axial", "rpb", "rope_dinov3 + cpb"):
+        model = tiny(spec, (3, 5), 1, depth=1).float()
+        jacobians = [
+            torch.autograd.functional.jacobian(lambda x: model(x).sum(0), x, vectorize=vectorize)  # noqa: B023
+            for vectorize in (True, False)
+        ]
+        assert apart(*jacobians) < 1e-5
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("pos", ["native", "ape1d"])
+def test_timms_own_table_keeps_timms_logits_in_bfloat16(pos, autocast):
+    plain = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=2, embed_dim=48, num_heads=4).eval()
+    ours = vitpos.attach(copy.deepcopy(plain), pos)
+    x = torch.randn(2, 3, 64, 64)
+    if not autocast:
+        plain, ours, x = plain.bfloat16(), ours.bfloat16(), x.bfloat16()
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        assert torch.equal(ours(x), plain(x))
+
+
+def test_a_remembered_bias_that_was_written_to_is_made_again():
+    model = tiny("alibi", (3, 5), 0).float().eval()
+    x = images((3, 5)).float()
+
+    def spoil(module, args, kwargs):
+        kwargs["attn_mask"].bias[..., 3] = -1e9
+
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            expected = model(x)
+            hook = model.blocks[0].attn.register_forward_pre_hook(spoil, with_kwargs=True)
+            assert apart(model(x), expected) > 1e-4
+            hook.remove()
+            assert torch.equal(model(x), expected)
+
+
+def test_a_replaced_forward_of_the_projection_keeps_what_it_returned():
+    model = tiny("rope_axial", (3, 5), 0).float()
+    projection, seen = model.blocks[0].attn.qkv, []
+    x = images((3, 5)).float()
+    expected = model(x)
+    old = projection.forward
+    projection.forward = lambda z: seen.append(old(z)) or seen[-1]
+    assert torch.equal(model(x), expected)
+    projection.forward = lambda z: seen[0]
+    assert torch.equal(model(x), expected)
+    projection.forward = lambda z: old(z).tanh()
+    model(x).sum().backward()
+
+
+def test_bfloat16_attention_is_as_exact_as_pytorchs():
+    q, k, v = (torch.randn(2, 3, 197, 64, dtype=torch.float64) for _ in range(3))
+    for spread in (1.0, 4.0, 25.0):
+        given = [(q * spread).bfloat16(), k.bfloat16(), v.bfloat16()]
+        exact = torch.nn.functional.scaled_dot_product_attention(*(t.double() for t in given))
+        theirs = apart(torch.nn.functional.scaled_dot_product_attention(*given).double(), exact)
+        assert apart(kernels.attend(*given, None, 64**-0.5).double(), exact) < 2 * theirs
+
+
+def test_no_images():
+    q = torch.randn(0, 2, 5, 8, requires_grad=True)
+    bias = torch.randn(1, 2, 5, 5, requires_grad=True)
+    kernels.attend(q, q, q, bias, 0.3).sum().backward()
+    assert torch.equal(bias.grad, torch.zeros_like(bias))
+
+
+def test_the_output_of_attention_may_be_edited():
+    model = tiny("rpb", (3, 5), 0).float()
+    model.blocks[0].attn.proj.register_forward_pre_hook(lambda module, given: (given[0].mul_(2),))
+    model(images((3, 5)).float()).sum().backward()

@@ -124,7 +124,7 @@ class Signal:
         """Whether there is nothing to tell."""
         parts = (self.angles, self.rotation, self.bias, self.mask)
         nothing = all(part is None for part in parts) and len(self.biases) + len(self.contextual) == 0
-        return nothing and not self.causal and not isinstance(self.scale, Tensor) and self.scale == 1.0
+        return nothing and not (self.causal or self.plain) and not isinstance(self.scale, Tensor) and self.scale == 1.0
 
 
 def expand_angles(angles: AnyAngles, prefix: int) -> PairRotation | BlockRotation:
@@ -244,12 +244,13 @@ class PositionedAttention:
             scaled = contextual_bias(contextual, signal.prefix, q * self.scale, k * (self.scale * signal.scale))
             bias = scaled if bias is None else bias + scaled
         bias = with_mask(bias, signal.mask, signal.causal, q)
+        plain = signal.plain or signal.mask is not None or signal.causal  # a query may be left without a key
 
         rotation, prefix = signal.rotation, signal.prefix
         if rotation is None or rotated:
-            x = self._attend(q, k, v, bias, signal.plain)
+            x = self._attend(q, k, v, bias, plain)
         elif not (rotation.free_prefix and prefix):
-            x = self._attend(rotation(q).to(v.dtype), rotation(k).to(v.dtype), v, bias, signal.plain)
+            x = self._attend(rotation(q).to(v.dtype), rotation(k).to(v.dtype), v, bias, plain)
         else:
             # Patches see each other rotated, and prefix keys (zero here) through logits supplied as a bias.
             to_prefix = self.scale * q[:, :, prefix:] @ k[:, :, :prefix].mT  # [B, h, N, P]
@@ -301,7 +302,7 @@ class SelfAttention(PositionedAttention):
         """Whether q and k can be rotated where the projection has left them."""
         rotation = signal.rotation
         normed = not all(isinstance(getattr(self, name, None), _NOTHING) for name in ("q_norm", "k_norm"))
-        if self.qkv is None or normed or signal.contextual or signal.plain:
+        if self.qkv is None or normed or signal.contextual or (signal.plain and rotation is not None):
             return False
         if rotation is None:
             return kernels.eager(x)
@@ -314,7 +315,7 @@ class SelfAttention(PositionedAttention):
         if rotation is None:
             return kernels.split(packed)
         if _has_readers(self.qkv):
-            packed = packed.clone()
+            packed = packed.clone(memory_format=torch.contiguous_format)
         return kernels.split(packed, rotation.turn, rotation.layout, rotation.prefix)
 
     def _heads(self: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -339,7 +340,11 @@ class SelfAttention(PositionedAttention):
         return self.qkv(x) + bias if self.qkv_bias_separate else F.linear(x, self.qkv.weight, bias)
 
 
+_linear = nn.Linear.forward  # as it is now: whoever replaces it may keep what it returns
+
+
 def _has_readers(module: nn.Module) -> bool:
     """Whether someone beside attention may hold on to what the module returns."""
     hooks = (module._forward_hooks, module._backward_hooks, module._backward_pre_hooks, _global_forward_hooks)
-    return type(module) is not nn.Linear or any(hooks)
+    replaced = type(module) is not nn.Linear or "forward" in vars(module) or nn.Linear.forward is not _linear
+    return replaced or any(hooks)

@@ -145,13 +145,8 @@ class Position(nn.Module):
         """The part of the signal that is the same in every layer, expanded once."""
         with _full_precision(pos):
             memory = None if self.training else self.memories[-1]
-            return _signal(
-                Signal(prefix=prefix, plain=bool(self.native) and "native" in self.spec.names),
-                self.shared,
-                pos,
-                held or {},
-                memory,
-            ).expand()
+            timms = "native" in self.spec.names or self.spec.names == ("ape1d",)
+            return _signal(Signal(prefix=prefix, plain=timms), self.shared, pos, held or {}, memory).expand()
 
     def signal(self, layer: int, pos: Positions, shared: Signal, held: Held | None = None) -> Signal:
         """The signal of one block; ``held`` is what this block holds."""

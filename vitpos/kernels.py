@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from vitpos.encoding import Layout
 
 BY_INDEX = 512  # patches up to which a dense bias is gathered by an index; above, runs of it are copied
-BRIEF = 1100  # tokens up to which attention in bfloat16 is written out
+BRIEF = (600, 1100)  # tokens up to which bfloat16 attention is written out: without gradients, with them
 REMEMBERED = 2**22  # entries up to which a dense bias is kept from one forward to the next
 CACHED = 200_000  # numbers of one image from which a batch is rotated image by image
 CHUNK = 350_000  # logits that are worked on at a time, so that they stay in the cache
@@ -31,12 +31,10 @@ def eager(*tensors: Tensor) -> bool:
     """Whether kernels may serve: plain tensors on a CPU, and nothing that records, compiles or transforms."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or is_in_torch_dispatch_mode():
         return False
+    if torch._C._are_functorch_transforms_active() or torch._C._len_torch_function_stack():
+        return False
     for tensor in tensors:
-        if (
-            type(tensor) not in _PLAIN
-            or tensor.device != _CPU
-            or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-        ):
+        if type(tensor) not in _PLAIN or tensor.device != _CPU or torch._C._functorch.is_legacy_batchedtensor(tensor):
             return False
     return forward_ad._current_level < 0
 
@@ -49,8 +47,8 @@ def split(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v, views [B, h, T, d] of ``qkv`` [B, T, 3, h, d], with q and k of the patches rotated there.
 
-    ``turn`` [1 | B, 1 | h, N, d/2, (cos, sin)]; the first ``prefix`` tokens stay as they are. ``qkv`` is overwritten,
-    so nobody else may read it. Rotations are computed in the higher precision of the two.
+    ``turn`` [1 | B, 1 | h, N, d/2, (cos, sin)], no pair of which is 0; the first ``prefix`` tokens stay as they are.
+    ``qkv`` is overwritten, so nobody else may read it. Rotations are computed in the higher precision of the two.
     """
     if torch.is_grad_enabled():
         return _Split.apply(qkv, turn, layout, prefix)
@@ -79,7 +77,7 @@ class _Split(torch.autograd.Function):
         start, layout = ctx.prefix, ctx.layout
         pairs = [(y[:, :, start:], g[:, :, start:]) for y, g in zip(turned, grads)]
         grad_turn = _turn_gradient(turn, pairs, layout) if pairs else None
-        if torch.is_grad_enabled():  # the gradient is itself to be differentiated
+        if torch.is_grad_enabled() or not eager(*grads):  # the gradient is itself to be differentiated, or batched
             q, k, v = grads
             if turn is not None:
                 q, k = (rotated(g, backwards(turn), layout, start) for g in (q, k))
@@ -103,14 +101,19 @@ def _rotate(x: Tensor, turn: Tensor, layout: Layout, out: Tensor) -> None:
         for i in range(len(x)):
             _rotate(x[i : i + 1], turn[i : i + 1] if len(turn) > 1 else turn, layout, out[i : i + 1])
         return
-    precise, turn = x.to(kind), turn.to(kind)
+    turn = turn.to(kind)
     if layout == "half":
-        (first, second), (cos, sin) = precise.chunk(2, dim=-1), turn.unbind(-1)
+        (first, second), (cos, sin) = x.to(kind).chunk(2, dim=-1), turn.unbind(-1)
         turned = (first * cos).addcmul_(second, sin, value=-1), (first * sin).addcmul_(second, cos)
         for part, to in zip(turned, out.chunk(2, dim=-1)):
             to.copy_(part)
         return
-    target = out if out.dtype == precise.dtype else precise
+    precise = x if kind == x.dtype else x.to(kind, memory_format=torch.contiguous_format)
+    target = (
+        out
+        if kind == out.dtype and _in_pairs(out)
+        else torch.empty_like(precise, memory_format=torch.contiguous_format)
+    )
     torch.mul(_complex(precise, layout), torch.view_as_complex(turn), out=_complex(target, layout))
     if target is not out:
         out.copy_(target)
@@ -122,11 +125,12 @@ def rotated(x: Tensor, turn: Tensor, layout: Layout, prefix: int) -> Tensor:
     cos, sin = turn.unbind(-1)
     before, patches = precise[:, :, :prefix], precise[:, :, prefix:]
     if layout == "interleaved":
-        first, second = patches.unflatten(-1, (-1, 2)).unbind(-1)
+        first, second = patches[..., 0::2], patches[..., 1::2]
     else:
         first, second = patches.chunk(2, dim=-1)
     parts = (first * cos - second * sin, first * sin + second * cos)
-    patches = torch.stack(parts, dim=-1).flatten(-2) if layout == "interleaved" else torch.cat(parts, dim=-1)
+    joined = torch.stack(parts, dim=-1) if layout == "interleaved" else torch.cat(parts, dim=-1)
+    patches = joined.reshape(patches.shape)
     return (torch.cat([before, patches], dim=2) if prefix else patches).to(x.dtype)
 
 
@@ -156,9 +160,13 @@ def _complex(x: Tensor, layout: Layout) -> Tensor:
     """Channel pairs as complex numbers, a view where pairs lie side by side."""
     if layout == "half":
         return torch.complex(*x.chunk(2, dim=-1))
-    if x.stride(-1) != 1 or x.storage_offset() % 2 or any(step % 2 for step in x.stride()[:-1]):
-        x = x.contiguous()
+    x = x if _in_pairs(x) else x.contiguous()
     return torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+
+
+def _in_pairs(x: Tensor) -> bool:
+    """Whether channel pairs lie in memory as complex numbers must."""
+    return bool(x.stride(-1) == 1 and x.storage_offset() % 2 == 0 and not any(step % 2 for step in x.stride()[:-1]))
 
 
 def turns(y: Tensor, x: Tensor) -> Tensor:
@@ -197,11 +205,12 @@ def dense_bias(table: Tensor, beside: Tensor, prefix: int) -> Tensor:
 class Memory:
     """The dense biases of one block in its latest evaluation, by the values they were made from.
 
-    Values are compared, since optimizers change weights without a trace. Copies and pickles begin empty.
+    Values are compared, since optimizers change weights without a trace; a bias that somebody wrote to is dropped.
+    Copies and pickles begin empty.
     """
 
     def __init__(self) -> None:
-        self._held: dict[int, tuple[Tensor, Tensor, int, Tensor]] = {}
+        self._held: dict[int, tuple[Tensor, Tensor, int, Tensor, int]] = {}
 
     def __reduce__(self) -> Any:
         return Memory, ()
@@ -211,11 +220,15 @@ class Memory:
         if torch.is_grad_enabled():
             return dense_bias(table, beside, prefix)
         held = self._held.get(place)
-        if held is not None and held[2] == prefix and _same(held[0], table) and _same(held[1], beside):
-            return held[3]
-        dense = dense_bias(table, beside, prefix)
-        if dense.numel() <= REMEMBERED:
-            self._held[place] = (table.clone(), beside.clone(), prefix, dense)
+        if held is not None:
+            old_table, old_beside, old_prefix, dense, version = held
+            same = old_prefix == prefix and _same(old_table, table) and _same(old_beside, beside)
+            if same and dense._version == version:
+                return dense
+        with torch.inference_mode(False), torch.no_grad():  # what is made under inference mode has no version
+            dense = dense_bias(table.clone(), beside.clone(), prefix)
+            if dense.numel() <= REMEMBERED:
+                self._held[place] = (table.clone(), beside.clone(), prefix, dense, dense._version)
         return dense
 
 
@@ -257,7 +270,7 @@ class _Dense(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         (heads, height, width), prefix = ctx.sizes, ctx.prefix
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or not eager(grad):
             table, beside = ctx.saved_tensors
             index = _index.__wrapped__(height, width, prefix)
             flat = torch.cat([torch.zeros_like(table).flatten(1), torch.zeros_like(beside)], dim=1)
@@ -292,10 +305,10 @@ def attends_faster(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> bool
         return False
     if bias is not None and not (bias.ndim == 4 and bias.shape[-2:] == (q.shape[-2],) * 2 and eager(bias)):
         return False
+    trains = torch.is_grad_enabled()
     if q.dtype == torch.bfloat16:
-        return q.shape[-2] <= BRIEF and _bfloat16_in_hardware()
-    learns = bias is not None and bias.requires_grad and torch.is_grad_enabled()
-    return learns and not torch.is_autocast_enabled("cpu")
+        return q.shape[-2] <= BRIEF[trains] and _bfloat16_in_hardware()
+    return trains and bias is not None and bias.requires_grad and not torch.is_autocast_enabled("cpu")
 
 
 @lru_cache(maxsize=1)
@@ -306,52 +319,72 @@ def _bfloat16_in_hardware() -> bool:
 def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> Tensor:
     """softmax(scale q k^T + bias) v, [B, h, T, d], with a gradient for ``bias`` [1 | B, 1 | h, T, T] too.
 
-    Written out piece by piece, where the fused kernel refuses a bias that learns. What the gradient needs is the
-    softmax, [B, h, T, T].
+    Written out piece by piece, where the fused kernel refuses a bias that learns. Logits and softmax are in float32 or
+    better; the softmax is kept, in q's dtype, for the gradient: [B, h, T, T]. At least one key must be allowed to each
+    query.
     """
-    return _Attend.apply(q, k, v, bias, scale)
+    return _Attend.apply(q, k, v, bias, scale).transpose(1, 2)
 
 
 def explicit(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> Tensor:
     """The plain path of ``attend``."""
+    return _soft(q, k, bias, scale) @ v
+
+
+def _soft(q: Tensor, k: Tensor, bias: Tensor | None, scale: float) -> Tensor:
     logits = (q * scale) @ k.mT
-    return (logits if bias is None else logits + bias).softmax(dim=-1) @ v
+    return (logits if bias is None else logits + bias).softmax(dim=-1)
 
 
 class _Attend(torch.autograd.Function):
+    """Returns [B, T, h, d]."""
+
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> Tensor:
         batch, heads, tokens, width = q.shape
         ctx.scale, learns = scale, any(ctx.needs_input_grad)
         soft = q.new_empty(batch, heads, tokens, tokens) if learns else None
-        out = q.new_empty(batch, tokens, heads, width).transpose(1, 2)
+        out = q.new_empty(batch, tokens, heads, width)
+        kind = torch.promote_types(q.dtype, torch.float32)
         with torch.autocast("cpu", enabled=False):
-            for pairs, rows, (logits,) in _pieces(q, scratch=1):
+            for pairs, rows, (logits,) in _pieces(q, kind, scratch=1):
                 some = (*pairs, rows)
+                queries, keys, values = q[some].flatten(0, 1), k[pairs].flatten(0, 1), v[pairs].flatten(0, 1)
                 base = logits
                 if bias is not None:
-                    base = _part(bias, some).expand(*out[some].shape[:3], tokens).flatten(0, 1)
-                queries, keys, values = q[some].flatten(0, 1), k[pairs].flatten(0, 1), v[pairs].flatten(0, 1)
-                torch.baddbmm(base, queries, keys.mT, beta=0 if bias is None else 1, alpha=scale, out=logits)
-                here = logits if soft is None else soft[some].flatten(0, 1)
+                    shape = *q[some].shape[:3], tokens
+                    base = _part(bias, some).to(kind).expand(shape).flatten(0, 1)
+                beta = 0 if bias is None else 1
+                torch.baddbmm(base, queries.to(kind), keys.to(kind).mT, beta=beta, alpha=scale, out=logits)
+                here = soft[some].flatten(0, 1) if soft is not None and kind == q.dtype else logits
                 torch.softmax(logits, dim=-1, out=here)
-                out[some] = torch.bmm(here, values).view_as(out[some])
+                if kind != q.dtype:
+                    here = here.to(q.dtype) if soft is None else soft[some].flatten(0, 1).copy_(here)
+                out.transpose(1, 2)[some] = torch.bmm(here, values).view_as(q[some])
         ctx.save_for_backward(q, k, v, bias, soft)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         q, k, v, bias, soft = ctx.saved_tensors
-        needs = ctx.needs_input_grad[:4]
-        if torch.is_grad_enabled():  # the gradient is itself to be differentiated
-            given = [t for t, need in zip((q, k, v, bias), needs) if need]
-            found = iter(torch.autograd.grad(explicit(q, k, v, bias, ctx.scale), given, grad, create_graph=True))
-            return *(next(found) if need else None for need in needs), None
+        needs, grad = ctx.needs_input_grad[:4], grad.transpose(1, 2)
+        if torch.is_grad_enabled() or not eager(grad):  # the gradient is itself to be differentiated, or batched
+            soft = _soft(q, k, bias, ctx.scale)
+            change = grad @ v.mT
+            change = soft * (change - (change * soft).sum(-1, keepdim=True))
+            of_bias = change
+            for dim in (0, 1) if needs[3] else ():
+                of_bias = of_bias.sum(dim, keepdim=True) if bias.shape[dim] == 1 else of_bias
+            of_q, of_k = change @ k * ctx.scale, change.mT @ q * ctx.scale
+            return of_q, of_k, soft.mT @ grad, of_bias if needs[3] else None, None
         batch, heads, tokens, width = q.shape
         of_q, of_k, of_v = (q.new_empty(batch, tokens, heads, width).transpose(1, 2) for _ in range(3))
-        of_bias = torch.empty_like(bias, dtype=torch.promote_types(bias.dtype, torch.float32)) if needs[3] else None
+        of_bias = None
+        if needs[3]:
+            kind = torch.promote_types(bias.dtype, torch.float32)
+            of_bias = torch.empty_like(bias, dtype=kind) if batch else torch.zeros_like(bias, dtype=kind)
         with torch.autocast("cpu", enabled=False):
-            for pairs, rows, (of_soft, of_logits) in _pieces(q, scratch=2):
+            for pairs, rows, (of_soft, of_logits) in _pieces(q, q.dtype, scratch=2):
                 some = (*pairs, rows)
                 queries, here, of_out = (t[some].flatten(0, 1) for t in (q, soft, grad))
                 keys, values = k[pairs].flatten(0, 1), v[pairs].flatten(0, 1)
@@ -374,13 +407,13 @@ def _add(to: Tensor, part: Tensor, first: bool) -> None:
         to.add_(part)
 
 
-def _pieces(q: Tensor, scratch: int) -> Iterator[tuple[tuple[slice, slice], slice, list[Tensor]]]:
+def _pieces(q: Tensor, kind: torch.dtype, scratch: int) -> Iterator[tuple[tuple[slice, slice], slice, list[Tensor]]]:
     """Some images, or some heads of one image, or some queries of one head, at a time; with room for their logits."""
     batch, heads, tokens, _ = q.shape
     rows = math.ceil(tokens / math.ceil(tokens**2 / CHUNK))
     count = max(1, CHUNK // tokens**2)  # of heads
     images, some = (count // heads, heads) if count >= heads else (1, count)
-    room = [q.new_empty(images * some * rows * tokens) for _ in range(scratch)]
+    room = [q.new_empty(images * some * rows * tokens, dtype=kind) for _ in range(scratch)]
     for b in range(0, batch, images):
         for h in range(0, heads, some):
             pairs = min(images, batch - b) * min(some, heads - h)
