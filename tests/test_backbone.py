@@ -685,3 +685,32 @@ def test_averaged_weights_pair_up(name):
     ema.update(model)
     for (key, ours), theirs in zip(ema.module.state_dict().items(), model.state_dict().values(), strict=True):
         assert torch.equal(ours, theirs), key
+
+
+def replicate(module):
+    """What ``nn.DataParallel`` makes of a model on each of its devices: parameters that are plain attributes."""
+    copies = {part: part._replicate_for_data_parallel() for part in module.modules()}
+    for part, copied in copies.items():
+        copied._former_parameters = {}
+        for name, child in part._modules.items():
+            setattr(copied, name, copies.get(child))
+        for name, weight in part._parameters.items():
+            if weight is not None:
+                setattr(copied, name, weight.clone())
+                copied._former_parameters[name] = getattr(copied, name)
+            else:
+                copied._parameters[name] = None
+        for name, buffer in part._buffers.items():
+            copied._buffers[name] = buffer
+    return copies[module]
+
+
+@pytest.mark.parametrize("name", ENCODINGS)
+def test_replicas_run(name):
+    model = tiny(name, (3, 5), 1).float()
+    x = images((3, 5)).float()
+    replica = replicate(model)
+    assert not list(replica.parameters())
+    assert torch.equal(replica(x), model(x))
+    replica(x).sum().backward()
+    assert all(p.grad is not None for p in model.blocks.parameters())

@@ -103,7 +103,7 @@ class PositionMixin(Described):
         """
         x = self.patch_embed(images)
         x = x if self.patch_embed.flatten else x.flatten(1, 2)
-        dtype = next(self.blocks.parameters()).dtype
+        dtype = _weight_dtype(self.blocks)
         x = x.to(torch.promote_types(x.dtype, dtype))
         grid = self.patch_embed.dynamic_feat_size((images.shape[-2], images.shape[-1]))
         pos = _positions(x, grid, coords, extent, torch.promote_types(dtype, torch.float32))
@@ -258,6 +258,15 @@ class PositionMixin(Described):
         groups = super().group_matcher(coarse)  # type: ignore[misc]
         stem = groups["stem"] + r"|^position\.|^pos_embed|^rope\.|^rel_pos_bias\.|^shared_rel_pos\."
         return _behind_wrappers({**groups, "stem": stem})
+
+
+def _weight_dtype(module: nn.Module) -> torch.dtype:
+    """The dtype of a module's first weight; the copies of ``nn.DataParallel`` hold theirs as plain attributes."""
+    for part in module.modules():
+        for weight in (getattr(part, "_former_parameters", None) or part._parameters).values():
+            if weight is not None:
+                return weight.dtype
+    raise TypeError(f"{type(module).__name__} has no weights")
 
 
 def _with_wrapped(names: set[str]) -> set[str]:

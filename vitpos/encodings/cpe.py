@@ -1,6 +1,6 @@
 """Conditional position encoding: a convolution over the grid of patches."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -96,7 +96,8 @@ class ConditionalEncoding(Encoding):
         margin = self.conv.kernel_size[0] // 2
         if self.padding != "zeros":
             image, margin = surround(image, margin, self.padding), 0
-        weight, bias = (parameter.to(cells.dtype) for parameter in self.conv.parameters())
+        given: Any = self.conv  # its bias is there
+        weight, bias = given.weight.to(cells.dtype), given.bias.to(cells.dtype)
         return F.conv2d(image, weight, bias, padding=margin, groups=image.shape[1]).flatten(2).mT.to(cells.dtype)
 
     def _cells(self, pos: Positions) -> Tensor:

@@ -96,4 +96,4 @@ class Deberta(OffsetBias):
         return Contextual(buckets, on_q=self.vectors(self.keys), on_k=self.vectors(self.queries))
 
     def scale(self, pos: Positions) -> float:
-        return (1 + len(list(self.parameters()))) ** -0.5
+        return (1 + sum(table is not None for table in (self.keys, self.queries))) ** -0.5
