@@ -278,6 +278,52 @@ def test_a_bad_spec_ends_a_sweep_before_its_first_run(monkeypatch, tmp_path, cap
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_run_that_fails_does_not_end_its_sweep(monkeypatch, tmp_path, capsys):
+    words = ["pos=none,rope_axial", "model.kwargs.embed_dim=12", "model.kwargs.num_heads=2,4", "train.epochs=1"]
+    assert train(monkeypatch, "-m", *words, "out=sweep") == 2
+    told = capsys.readouterr().err.splitlines()
+    assert [line[: len("error in run 02: rope_axial needs")] for line in told[:-1]] == [
+        "error in run 01: rope_axial needs", "error in run 03: rope_axial needs"
+    ]  # fmt: skip
+    assert told[-1] == "error: 2 of the sweep's runs failed: 01, 03"
+    assert len(list((tmp_path / "sweep").glob("*-none-s0/last.safetensors"))) == 2
+
+
+def test_a_sweep_finds_its_runs_in_another_order(monkeypatch, tmp_path, capsys):
+    command = ["-m", "pos=none", "out=sweep", "resume=auto", "train.epochs=1"]
+    assert train(monkeypatch, *command, "seed=0,1") == 0
+    assert train(monkeypatch, *command, "seed=2,1,0") == 0
+    assert capsys.readouterr().out.count("is finished") == 2
+    assert sorted(p.parent.name for p in (tmp_path / "sweep").glob("*/last.safetensors")) == [
+        "00-none-s0", "00-none-s2", "01-none-s1"
+    ]  # fmt: skip
+
+
+def test_paths_begin_at_home_and_are_not_empty(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert train(monkeypatch, "out=~/run", "train.epochs=1") == 0
+    assert (tmp_path / "home" / "run" / "last.safetensors").exists()
+    assert not (tmp_path / "~").exists()
+    capsys.readouterr()
+    for key in ("out", "resume", "init", "data.root"):
+        assert train(monkeypatch, f"{key}=") == 2
+        assert one_line(capsys) == f"error: {key}= is empty; write a path, or leave it out\n"
+
+
+def test_the_model_of_init_is_its_own(monkeypatch, tmp_path, capsys):
+    assert train(monkeypatch, "out=first", "pos=none", "train.epochs=1") == 0
+    capsys.readouterr()
+    words = ["init=first", "pos=none", "train.epochs=1", "train.cpu=true", "out=second"]
+    assert train(monkeypatch, *words, "model.kwargs.depth=2", tiny=False) == 2
+    assert "init=first has the model that it was trained with; leave model.kwargs.depth out" in one_line(capsys)
+    assert train(monkeypatch, *words, tiny=False) == 0
+    first, second = (OmegaConf.load(tmp_path / run / "config.yaml").model for run in ("first", "second"))
+    assert second.kwargs.depth == first.kwargs.depth == 1
+    assert second.kwargs.embed_dim == 16
+    assert train(monkeypatch, *words, "resume=auto", tiny=False) == 0
+    assert "second is finished" in capsys.readouterr().out
+
+
 def test_sweep_is_refused_under_torchrun(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     assert train(monkeypatch, "-m", "seed=0,1") == 2
@@ -324,6 +370,7 @@ def test_parallel_sweep(tmp_path):
         (["experiment=dem"], "unknown experiment 'dem'; did you mean demo"),
         (["data.placement=centre"], "data.placement"),
         (["resume=nowhere"], "no run there"),
+        (["train.optimizer=adan"], "train.optimizer=adan must be timm's; did you mean"),
         (["train.epoch=3"], "unknown config key 'train.epoch'; did you mean train.epochs?"),
         (["epochs=3"], "did you mean train.epochs?"),
         (["+foo=3"], "unknown config key 'foo'"),

@@ -14,12 +14,15 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from hydra._internal.utils import get_args_parser
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf.errors import OmegaConfBaseException
 
@@ -28,7 +31,9 @@ from vitpos.spec import nearest, parse
 
 STRINGS = {"pos", "out", "resume", "init", "checkpoint", "weights", "runs", "results", "data.root", "compare.baseline"}
 USER_ERRORS = (ValueError, TypeError, OSError, HydraException, OmegaConfBaseException)
+PATHS = STRINGS - {"pos", "compare.baseline"}
 SWEEP_FLAGS = ("-m", "--multirun")
+FAILURES = "VITPOS_FAILURES"  # in the environment: the file that names the runs of a sweep which failed
 OPEN = "model.kwargs."  # takes keys that the configuration does not hold yet
 OPENING, CLOSING = "([{", ")]}"
 
@@ -40,6 +45,7 @@ def run(main: Callable[[], Any]) -> None:
     for word in words:
         if word.startswith("-") and word.partition("=")[0] not in known_flags:
             fail(f"unknown flag {word!r}; {nearest(word, known_flags)} (settings are written key=value)")
+    words = [_at_home(word) for word in words]
     sweeping = is_sweep(words)
     new_folders: list[Path] = []  # the sweep's own and the parents that are made with it
     if sweeping and "TORCHELASTIC_RUN_ID" in os.environ:
@@ -64,7 +70,7 @@ def run(main: Callable[[], Any]) -> None:
     if sweeping:
         _check_specs(words)
     try:
-        with preemption.handling(preemption.stop, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        with _failures(sweeping), preemption.handling(preemption.stop, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             main()
     except USER_ERRORS as error:
         if traceback_wanted:
@@ -83,6 +89,18 @@ def run(main: Callable[[], Any]) -> None:
         _remove_unused(new_folders)
 
 
+def _at_home(word: str) -> str:
+    """``out=~/runs`` as a shell writes paths elsewhere. Ends here for an empty path, such as an unset ``$OUT``."""
+    key, equals, value = word.partition("=")
+    if key not in PATHS or not equals:
+        return word
+    if not value:
+        fail(f"{key}= is empty; write a path, or leave it out")
+    if "~" not in value:
+        return word
+    return f"{key}={','.join(os.path.expanduser(part) if part[:1] == '~' else part for part in split(value))}"
+
+
 def _check_specs(words: list[str]) -> None:
     """End here for a spec of a sweep that cannot be read, before its first run and not after the last good one."""
     for word in words:
@@ -95,8 +113,28 @@ def _check_specs(words: list[str]) -> None:
                     fail(explain(error))
 
 
+@contextmanager
+def _failures(sweeping: bool) -> Iterator[None]:
+    """Within it runs of a sweep that fail are noted while the others go on; it ends with exit code 2 if any did."""
+    if not sweeping:
+        yield
+        return
+    with tempfile.NamedTemporaryFile("r") as log:
+        os.environ[FAILURES] = log.name
+        try:
+            yield
+        finally:
+            del os.environ[FAILURES]
+        failed = log.read().splitlines()
+    if failed:
+        fail(f"{len(failed)} of the sweep's runs failed: {', '.join(failed)}")
+
+
 def task(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Decorator below ``@hydra.main``: a user's error ends the process here, before Hydra reports it at length."""
+    """Decorator below ``@hydra.main``: a user's error ends the process here, before Hydra reports it at length.
+
+    In a sweep in this process or its own workers it ends this run only.
+    """
 
     @functools.wraps(function)
     def guarded(cfg: Any) -> Any:
@@ -105,7 +143,13 @@ def task(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
         except USER_ERRORS as error:
             if os.environ.get("VITPOS_TRACEBACK") == "1":
                 raise
-            fail(explain(error))
+            if FAILURES not in os.environ or "SUBMITIT_EXECUTOR" in os.environ:
+                fail(explain(error))
+            run = f"{HydraConfig.get().job.num:02d}"  # as its folder's name begins
+            print(f"error in run {run}: {explain(error)}", file=sys.stderr)
+            with open(os.environ[FAILURES], "a") as log:
+                log.write(f"{run}\n")
+            return None
 
     return guarded
 

@@ -11,6 +11,7 @@ import difflib
 import itertools
 import math
 import os
+import re
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -64,7 +65,7 @@ class TrainConfig:
     weight_decay: float = 0.05
     betas: list[float] = field(default_factory=lambda: [0.9, 0.98])
     warmup: float = 0.1  # fraction of all steps, then cosine to zero
-    optimizer: str = "adamw"  # any of timm.optim.list_optimizers() that needs no closure
+    optimizer: str = "adamw"  # any of timm.optim.list_optimizers() that need two betas and no more than a gradient
     layer_decay: float | None = None  # factor of the learning rate from one block to the one before it, e.g. 0.75
     loss: str = "ce"  # ce (cross-entropy) or bce (binary cross-entropy of each class)
     bce_threshold: float | None = 0.2  # bce: targets above it count as 1, others as 0; null takes them as they are
@@ -152,7 +153,8 @@ def _build(kind: Any, values: dict[str, Any], prefix: str) -> Any:
 def check(run: RunConfig) -> None:
     """Raise ValueError for a value out of its range."""
     t = run.train
-    optimizers = [str(name) for name in list_optimizers()]
+    # not those with three betas, nor one that differentiates gradients
+    optimizers = [str(name) for name in list_optimizers() if not re.fullmatch(r"(bnb|c)?adanw?|adahessian", str(name))]
     rules = [
         ("seed", run.seed, run.seed >= 0, "0 or more"),
         ("train.epochs", t.epochs, t.epochs >= 1, "1 or more"),
@@ -213,6 +215,10 @@ def check(run: RunConfig) -> None:
 
 def chosen(cfg: DictConfig) -> DictConfig:
     """What to run: the command line's configuration or, with ``resume``, that of the run which is continued."""
+    words = HydraConfig.get().overrides.task if HydraConfig.initialized() and cfg.init and not cfg.resume else []
+    for key in (word.split("=")[0].lstrip("+~") for word in words):
+        if key == "model" or key.startswith("model."):
+            raise ValueError(f"init={cfg.init} has the model that it was trained with; leave {key} out")
     if cfg.resume is None and "SUBMITIT_EXECUTOR" not in os.environ:  # whose jobs may start several times
         return cfg
     return _found(cfg) if cfg.resume in (None, AUTO) else resumed(cfg, Path(cfg.resume))
@@ -255,6 +261,10 @@ def _found(cfg: DictConfig) -> DictConfig:
     if run.out is None and not _sweeping():
         raise ValueError("resume=auto finds a run by its folder; name that with out=FOLDER")
     folder = new_folder(run)
+    if _sweeping():  # which may have been longer, or in another order
+        begun_ones = sorted(path.parent for path in folder.parent.glob("*/config.yaml"))
+        same = (path for path in begun_ones if difference(identity(run), identity(typed(_stored(path)))) is None)
+        folder = next(same, folder)
     begun = (folder / "config.yaml").is_file()
     if begun:
         differing = difference(identity(run), identity(typed(_stored(folder))))
@@ -294,6 +304,8 @@ def identity(run: RunConfig) -> dict[str, Any]:
     values = dataclasses.asdict(run)
     for parent, _, leaf in (key.rpartition(".") for key in MOVABLE):
         (values[parent] if parent else values).pop(leaf, None)
+    if run.init is not None:
+        del values["model"]  # it comes with the weights
     return values
 
 

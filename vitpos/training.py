@@ -111,7 +111,11 @@ def _create_plain(run: RunConfig, given: dict[str, Any]) -> nn.Module:
 
 
 def _begin_from(path: Path, run: RunConfig, info: data.Info) -> nn.Module:
-    model: Any = vitpos.load(path / "last.safetensors" if path.is_dir() else path)
+    path = path / "last.safetensors" if path.is_dir() else path
+    model: Any = vitpos.load(path)
+    card = checkpoint.read_card(path)
+    arguments = {k: v for k, v in card["model_args"].items() if k not in ("in_chans", "num_classes", "img_size", "pos")}
+    run.model = config.ModelConfig(card["architecture"], arguments)  # what is trained here
     if not hasattr(model, "position"):
         raise ValueError(f"init={path} holds a {type(model).__name__}; served are models with a vitpos encoding")
     if model.patch_embed.proj.in_channels != info.in_chans:
