@@ -14,7 +14,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
-from commands import FOLDER, Stop, at_step, files, latest, make_folder, one_line, train
+from commands import FOLDER, TINY, Stop, at_step, files, latest, make_folder, one_line, train
 
 import vitpos
 from vitpos import data, runs, states, training
@@ -183,9 +183,10 @@ def test_what_a_run_began_from_may_be_gone(monkeypatch, capsys):
     """And its name may hold what Hydra's grammar would take apart."""
     odd = "a run (1), x=2"
     assert train(monkeypatch, f"out={odd}", *RICH, "train.epochs=1") == 0
-    words = [f"init={odd}", "pos=rope_mixed", "preserve=true", "data.canvas=20", "train.ema=0.9", "train.epochs=1"]
-    assert train(monkeypatch, "out=whole", *words) == 0
-    killed(monkeypatch, 2, "out=run", *words, "train.save_every=1")
+    words = [*(word for word in TINY if not word.startswith("model.")), f"init={odd}", "pos=rope_mixed"]
+    words += ["preserve=true", "data.canvas=20", "train.ema=0.9", "train.epochs=1"]
+    assert train(monkeypatch, "out=whole", *words, tiny=False) == 0
+    killed(monkeypatch, 2, "out=run", *words, "train.save_every=1", tiny=False)
     shutil.rmtree(odd)
     assert train(monkeypatch, "resume=run", tiny=False) == 0
     assert contents("run") == contents("whole")

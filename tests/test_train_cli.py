@@ -370,6 +370,7 @@ def test_parallel_sweep(tmp_path):
         (["experiment=dem"], "unknown experiment 'dem'; did you mean demo"),
         (["data.placement=centre"], "data.placement"),
         (["resume=nowhere"], "no run there"),
+        (["pos=none,rope_axial(theta=50, resize='ntk')"], "several encodings are a sweep, which takes -m"),
         (["train.optimizer=adan"], "train.optimizer=adan must be timm's; did you mean"),
         (["train.epoch=3"], "unknown config key 'train.epoch'; did you mean train.epochs?"),
         (["epochs=3"], "did you mean train.epochs?"),

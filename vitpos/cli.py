@@ -67,8 +67,7 @@ def run(main: Callable[[], Any]) -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands its errors over instead of printing them
     flags = [word for word in words if word in SWEEP_FLAGS]  # argparse wants them before the key=value words
     sys.argv[1:] = flags + [prepare(word, sweeping) for word in words if word not in SWEEP_FLAGS]
-    if sweeping:
-        _check_specs(words)
+    _check_specs(words, sweeping)
     try:
         with _failures(sweeping), preemption.handling(preemption.stop, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             main()
@@ -101,12 +100,14 @@ def _at_home(word: str) -> str:
     return f"{key}={','.join(os.path.expanduser(part) if part[:1] == '~' else part for part in split(value))}"
 
 
-def _check_specs(words: list[str]) -> None:
+def _check_specs(words: list[str], sweeping: bool) -> None:
     """End here for a spec of a sweep that cannot be read, before its first run and not after the last good one."""
     for word in words:
         key, _, value = word.partition("=")
         if key == "pos" and value[:1] not in ("'", '"', ""):
-            for text in split(value):
+            if len(split(value)) > 1 and not sweeping:
+                fail(f"{word}: several encodings are a sweep, which takes -m")
+            for text in split(value) if sweeping else []:
                 try:
                     parse(text)
                 except USER_ERRORS as error:
