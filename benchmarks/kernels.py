@@ -32,9 +32,9 @@ from vitpos.spec import lookup
 Rivals = dict[str, Callable[[], object]]
 GRIDS = {64: 8, 196: 14, 576: 24, 1024: 32}
 TYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
-SMALL: dict[str, Any] = {"embed_dim": 384, "num_heads": 6, "depth": 6, "num_classes": 0}
-TINY: dict[str, Any] = {"embed_dim": 192, "num_heads": 3, "depth": 6, "num_classes": 0}
-CIFAR: dict[str, Any] = {"embed_dim": 192, "num_heads": 3, "depth": 6, "num_classes": 0, "patch_size": 4}
+SMALL: dict[str, Any] = {"embed_dim": 384, "num_heads": 6, "depth": 4, "num_classes": 0}
+TINY: dict[str, Any] = {"embed_dim": 192, "num_heads": 3, "depth": 4, "num_classes": 0}
+CIFAR: dict[str, Any] = {"embed_dim": 192, "num_heads": 3, "depth": 4, "num_classes": 0, "patch_size": 4}
 
 
 class Table:
@@ -197,7 +197,7 @@ def models(side: int, sizes: dict[str, Any], specs: list[str]) -> dict[str, Any]
 
 
 def whole(table: Table, title: str, side: int, batch: int, sizes: dict[str, Any], kind: str, specs: list[str]) -> None:
-    """Whole models of six blocks: patch embedding and final norm are among what is timed."""
+    """Whole models of four blocks: patch embedding and final norm are among what is timed."""
     if not (table.wants(f"inference, {title}") or table.wants(f"training step, {title}")):
         return
     found = models(side, sizes, specs)

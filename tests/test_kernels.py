@@ -80,15 +80,16 @@ def test_a_rotation_the_other_way_is_seen():
 
 @pytest.mark.parametrize("layout", ["interleaved", "half"])
 def test_gradients_of_gradients_of_split(layout):
-    """By finite differences, in float64; |c| = 1 is not assumed."""
-    qkv = packed(4, 2, 4, dtype=torch.float64)
-    turn = torch.randn(1, 2, 3, 2, 2, dtype=torch.float64, requires_grad=True)
+    """By finite differences, in float64, through the angles."""
+    qkv = packed(5, 2, 4, dtype=torch.float64)
+    y, x = (torch.randn(2, side, 2, dtype=torch.float64, requires_grad=True) for side in (2, 2))
 
-    def run(qkv, turn):
+    def run(qkv, y, x):
+        turn = kernels.turns(y, x).unsqueeze(0)
         return tuple(t * 1.0 for t in kernels.split(qkv.clone(), turn, layout, 1))
 
-    assert torch.autograd.gradcheck(run, (qkv, turn))
-    assert torch.autograd.gradgradcheck(run, (qkv, turn))
+    assert torch.autograd.gradcheck(run, (qkv, y, x))
+    assert torch.autograd.gradgradcheck(run, (qkv, y, x))
 
 
 @pytest.mark.parametrize("layout", ["interleaved", "half"])

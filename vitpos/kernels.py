@@ -47,7 +47,7 @@ def split(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v, views [B, h, T, d] of ``qkv`` [B, T, 3, h, d], with q and k of the patches rotated there.
 
-    ``turn`` [1 | B, 1 | h, N, d/2, (cos, sin)], no pair of which is 0; the first ``prefix`` tokens stay as they are.
+    ``turn`` [1 | B, 1 | h, N, d/2, (cos, sin)], pairs of norm 1; the first ``prefix`` tokens stay as they are.
     ``qkv`` is overwritten, so nobody else may read it. Rotations are computed in the higher precision of the two.
     """
     if torch.is_grad_enabled():
@@ -108,12 +108,11 @@ def _rotate(x: Tensor, turn: Tensor, layout: Layout, out: Tensor) -> None:
         for part, to in zip(turned, out.chunk(2, dim=-1)):
             to.copy_(part)
         return
-    precise = x if kind == x.dtype else x.to(kind, memory_format=torch.contiguous_format)
-    target = (
-        out
-        if kind == out.dtype and _in_pairs(out)
-        else torch.empty_like(precise, memory_format=torch.contiguous_format)
-    )
+    if kind != x.dtype:
+        target = precise = x.to(kind, memory_format=torch.contiguous_format)
+    else:
+        precise = x
+        target = out if _in_pairs(out) else torch.empty_like(x, memory_format=torch.contiguous_format)
     torch.mul(_complex(precise, layout), torch.view_as_complex(turn), out=_complex(target, layout))
     if target is not out:
         out.copy_(target)
@@ -141,19 +140,19 @@ def backwards(turn: Tensor) -> Tensor:
 
 def _turn_gradient(turn: Tensor, pairs: Sequence[tuple[Tensor, Tensor]], layout: Layout) -> Tensor:
     """What (y, g), the rotated patches x c and their gradient [B, h, N, d], give as the gradient of c: the sum of
-    conj(x) g = conj(y) g c / |c|^2. Image by image, so that what is summed stays in the cache.
+    conj(x) g = conj(y) g c, as |c| = 1. Image by image, so that what is summed stays in the cache.
     """
     c = torch.view_as_complex(turn)
     total: Tensor | None = None
     for y, g in pairs:
         y, g = (_complex(t.to(torch.promote_types(t.dtype, turn.dtype)), layout) for t in (y, g))
         for part in (a.conj() * b for a, b in (zip(y, g) if len(c) == 1 else [(y, g)])):
-            total = part if total is None else total + part
+            total = part if total is None else total + part if torch.is_grad_enabled() else total.add_(part)
     if total is None:
         raise TypeError("a gradient needs at least one pair")
     total = total.unsqueeze(0) if len(c) == 1 else total
     total = total.sum(1, keepdim=True) if c.shape[1] == 1 else total
-    return torch.view_as_real((total * c / c.abs().square()).to(c.dtype))
+    return torch.view_as_real((total * c).to(c.dtype))
 
 
 def _complex(x: Tensor, layout: Layout) -> Tensor:
@@ -174,7 +173,7 @@ def turns(y: Tensor, x: Tensor) -> Tensor:
 
     From H + W of each instead of H W, by the product of complex numbers.
     """
-    return rotations_of_sum(y, x) if eager(y, x) else cos_sin((y.unsqueeze(-2) + x.unsqueeze(-3)).flatten(-3, -2))
+    return _Turns.apply(y, x) if eager(y, x) else cos_sin((y.unsqueeze(-2) + x.unsqueeze(-3)).flatten(-3, -2))
 
 
 def cos_sin(phase: Tensor) -> Tensor:
@@ -182,11 +181,22 @@ def cos_sin(phase: Tensor) -> Tensor:
     return torch.stack([phase.cos(), phase.sin()], dim=-1)
 
 
-def rotations_of_sum(y: Tensor, x: Tensor) -> Tensor:
-    """The kernel of ``turns``."""
-    both = torch.cat([y, x], dim=1)
-    of_y, of_x = torch.polar(torch.ones_like(both), both).split([y.shape[1], x.shape[1]], dim=1)
-    return torch.view_as_real((of_y.unsqueeze(-2) * of_x.unsqueeze(-3)).flatten(-3, -2))
+class _Turns(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, x: Tensor) -> Tensor:
+        both = torch.cat([y, x], dim=1)
+        of_y, of_x = torch.polar(torch.ones_like(both), both).split([y.shape[1], x.shape[1]], dim=1)
+        turn = torch.view_as_real((of_y.unsqueeze(-2) * of_x.unsqueeze(-3)).flatten(-3, -2))
+        ctx.save_for_backward(turn)
+        ctx.sides = (y.shape[1], x.shape[1])
+        return turn
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (turn,) = ctx.saved_tensors
+        cos, sin = turn.unbind(-1)
+        phase = (cos * grad[..., 1] - sin * grad[..., 0]).unflatten(1, ctx.sides)
+        return phase.sum(2), phase.sum(1)
 
 
 def dense_bias(table: Tensor, beside: Tensor, prefix: int) -> Tensor:
