@@ -10,7 +10,7 @@ from test_models import ALL, ROTARY, build, size
 from test_models import images as images_of
 
 import vitpos
-from vitpos import kernels, positions
+from vitpos import positions
 
 # timm rounds what its small networks of relative position say; here autocast rounds no bias.
 NETWORKS = [k for k in ALL if "relpos" in k and "table" not in k]
@@ -31,8 +31,7 @@ def autocast(model, x):
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning")  # (of norms of q and k)
 @pytest.mark.parametrize("key", ALL)
-def test_native_under_autocast_is_timms(key, monkeypatch):
-    monkeypatch.setattr(kernels, "attends_faster", lambda *given: False)  # (rounds elsewhere than timm's attention)
+def test_native_under_autocast_is_timms(key):
     plain = build(key)
     x = images_of(key)
     expected, dtypes = autocast(plain, x)
