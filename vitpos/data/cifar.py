@@ -81,7 +81,7 @@ class Cifar(Dataset):
         dy, dx, flip = self._draw(indices, stream, (shifts, shifts, 2)).unbind(1)  # [b] each
         x = self._cut((indices % len(self)).to(self.device), dy, dx)
         flipped = torch.nonzero(flip == 1).squeeze(1) if self.flip else flip[:0]
-        x[flipped] = x[flipped].flip(-1)
+        x.index_copy_(0, flipped, x.index_select(0, flipped).flip(-1))
         return resized(self._distorted(x, indices, stream).float().div_(255), size)
 
     def _cut(self, indices: Tensor, dy: Tensor, dx: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from vitpos import seeds
 
 SPLITS = ("train", "val", "test")
 Size = tuple[int, int]  # (h, w) in pixels
-TOGETHER = 1024  # images that are augmented in one go: a call costs about as much as a hundred small images
+TOGETHER = 256  # images that are augmented in one go: enough to share the cost of a call, few enough for the cache
 
 
 @dataclass(frozen=True)
