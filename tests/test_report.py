@@ -362,12 +362,12 @@ def test_what_a_new_probe_shows_is_drawn_without_knowing_it(tmp_path):
     names = {path.name for path in report.save(result, tmp_path)}
     assert {"probe-mine-c.png", "probe-mine-m.png"} <= names
     page = (tmp_path / "report.html").read_text()
-    text = " ".join(re.sub(r"<[^>]+>", " ", page[: page.index("What this does not show")]).split())
-    table = text[text.index("A table of its own") :]
+    text = " ".join(re.sub(r"<[^>]+>", " ", page[: page.rindex("What this does not show")]).split())
+    table = text[text.rindex("A table of its own") :]
     assert "ape1d home 2x2 75.0 65.7 to 82.5 ape1d home 4x4 –" in table
     assert "none home 2x2 25.0 17.5 to 34.3" in table
     assert {"Curves of its own", "Maps of its own"} <= set(re.findall(r"<strong>(.*?)</strong>", page))
-    assert "not measured: other, part: it has no patches" in text
+    assert "not measured (none): other, part: it has no patches" in text
     assert "A table of its own" in printed(result)
     result["runs"][0]["probes"]["mine"]["views"][0]["brief"] = False
     for one in result["runs"][1:]:

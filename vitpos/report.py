@@ -470,7 +470,7 @@ def remarks(group: Group) -> list[str]:
             ] = None
         for probe, entry in run["probes"].items():
             for place, why in _not_applicable(entry, (probe,)):
-                found[f"not measured: {', '.join(place)}: {why}"] = None
+                found[f"not measured ({base_name(run)}): {', '.join(place)}: {why}"] = None
         for name, entry in run["probes"].get("resolution", {}).get("kinds", {}).items():
             for refused in entry.get("refused", [])[:1]:
                 count = len(entry["refused"])

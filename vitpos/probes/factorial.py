@@ -182,7 +182,7 @@ class Factorial:
             refused = zip(arrays["refused_offsets"].tolist(), arrays["refused_why"].tolist())
             result["refused"] = [{"offset": offset, "why": why} for offset, why in refused]
         if "gradient/not_applicable" in arrays:
-            return result | {"gradient": {"not_applicable": str(arrays["gradient/not_applicable"])}}
+            return result | {"gradient": {"not_applicable": arrays["gradient/not_applicable"].item()}}
         magnitude, offset = arrays["gradient/magnitude"], arrays["gradient/offset"]
         share = stats.ratio(np.linalg.norm(offset, axis=0), magnitude.sum((0, 1))) if offset.shape[1] > 1 else None
         result["gradient"] = {
