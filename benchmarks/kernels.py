@@ -245,7 +245,7 @@ import resource, sys, timm, torch, vitpos
 sys.path.insert(0, {here!r})
 from kernels import TINY, models
 torch.set_num_threads(1)
-model = models(32, {{**TINY, "depth": 12}}, [{spec!r}])[{spec!r}].train()
+model = models(32, {{**TINY, "depth": 12}}, {specs!r})[{spec!r}].train()
 x = torch.randn(1, 3, 512, 512)
 for _ in range(3):
     model.zero_grad()
@@ -259,7 +259,7 @@ def memory(table: Table, repeats: int = 3) -> None:
         return
     cells = []
     for spec in ("timm none", "timm rpb", "rpb"):
-        code = PEAK.format(here=sys.path[0], spec=spec)
+        code = PEAK.format(here=sys.path[0], spec=spec, specs=[] if spec == "timm none" else [spec])
         peaks = [
             float(
                 subprocess.run(
