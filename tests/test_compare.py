@@ -9,8 +9,9 @@ import pytest
 from madeup import Page, changed, run
 from rich.console import Console
 
-from vitpos import compare, compare_tables, hierarchy, report, significance, tables
+from vitpos import compare, hierarchy, report, significance, tables
 from vitpos.compare import Measured, Options
+from vitpos.report import compare_tables, page
 from vitpos.stats import Score
 
 KEYS = {
@@ -130,7 +131,7 @@ def test_the_baseline_was_trained_alike_where_there_is_such_a_one():
     assert cell(to_ape, "ape1d")["difference"] is None
     alone = compare.comparison(sweep(seeds=(0, 1)), Options(baseline=None))[0]
     assert alone["baseline"] is None
-    assert "Δ" not in " ".join(compare_tables.legend(alone))
+    assert "Δ" not in " ".join(compare_tables.explained(alone))
 
 
 def test_another_recipe_is_another_row_and_says_what_differs():
@@ -238,12 +239,12 @@ def test_latex_escapes_what_it_would_read(found):
 
 
 def test_page_has_the_comparison_first_and_no_request(results, found, monkeypatch):
-    monkeypatch.setattr(report, "drawings", lambda *_: [])
+    monkeypatch.setattr(page, "drawings", lambda *_: [])
     text = report.to_html(results)
-    page = Page(text)
-    assert page.fetched == []
-    assert len(page.ids) == len(set(page.ids))
-    shown = " ".join(" ".join(page.text).split())
+    parsed = Page(text)
+    assert parsed.fetched == []
+    assert len(parsed.ids) == len(set(parsed.ids))
+    shown = " ".join(" ".join(parsed.text).split())
     assert shown.index("Digits: encodings, over seeds") < shown.index("Digits: 100 test images")
     assert "Look at Δ" in shown
     assert f"Δ {tables.points(cell(found, 'rope_axial')['difference']['value'])}*" in shown

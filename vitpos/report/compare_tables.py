@@ -10,7 +10,7 @@ from vitpos.tables import Table, marks, percent, points, span
 Comparison = dict[str, Any]
 
 
-def title(found: Comparison) -> str:
+def heading(found: Comparison) -> str:
     data = f"{found['data']} ({found['apart']})" if found["apart"] else found["data"]
     return f"{data}: encodings, over seeds and {found['images']} test images"
 
@@ -60,10 +60,10 @@ def table(found: Comparison) -> Table:
         rows.append(
             [*fixed, [str(len(row["seeds"]))], *(lines(row["cells"].get(metric["key"])) for metric in found["metrics"])]
         )
-    return Table(heads(found), rows, title(found))
+    return Table(heads(found), rows, heading(found))
 
 
-def legend(found: Comparison) -> list[str]:
+def explained(found: Comparison) -> list[str]:
     """What to see, and what not to conclude."""
     text = [
         "One row is one encoding under one recipe: the mean over its seeds, in percent, and its "

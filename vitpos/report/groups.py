@@ -1,0 +1,253 @@
+"""Which runs stand in one table, in which order and columns, and what they are compared with."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+# Keys of a data configuration that shape training alone: the test images are the same whatever they are.
+TRAINING_ONLY = {"placement", "val_fraction", "crop_padding", "flip", "min_crop_area", "workers", "download"}
+Run = dict[str, Any]
+Interval = dict[str, Any]
+
+
+def base_name(run: Run) -> str:
+    return str(run["encoding"])
+
+
+def ordered(runs: Iterable[Run]) -> list[Run]:
+    """By encoding, each followed by its control of uniform placement; seeds in order; `none` last."""
+    return sorted(runs, key=lambda r: (base_name(r) == "none", base_name(r), r["placement"] != "home", r["seed"] or 0))
+
+
+def setup(run: Run) -> dict[str, Any]:
+    """What was measured on what. Only runs with equal setups stand in one table or are compared as pairs."""
+    translation = run["probes"].get("translation", {})
+    resolution = run["probes"].get("resolution", {})
+    return {
+        **{key: value for key, value in run["data"].items() if key not in TRAINING_ONLY},
+        "image_size": run["image_size"],
+        "images": run["images"],
+        "classes": decided(run),
+        "precision": "bf16" if "float32" in run else "float32",
+        "patch_size": translation.get("patch_size", resolution.get("patch_size")),
+        "options": {name: probe.get("options") for name, probe in run["probes"].items()},
+        "shifts": {
+            f"{variant}, {name}": entry["shifts"]
+            for variant, found in translation.get("variants", {}).items()
+            for name, entry in found.items()
+            if "shifts" in entry
+        },
+    }
+
+
+def decided(run: Run) -> str:
+    """Among which classes is decided, where a model knows more of them than the images show; else ''."""
+    found = run.get("decision")
+    if not found:
+        return ""
+    among = f"all {found['known']}" if found["among"] == found["known"] else f"these {found['among']}"
+    return f"{found['classes']} of {found['known']} ({found['names']}), decided among {among}"
+
+
+def baselines(runs: list[Run]) -> list[int | None]:
+    """For each run the index of the `none` that it is compared with; None where there is none, and for `none`.
+
+    It was measured in the same way (`setup`) and trained alike: architecture, epochs and seed are the run's; so is
+    the placement where there is such a one, else it is home; then so is the recipe. The first of several.
+    """
+    setups = [setup(run) for run in runs]
+
+    def alike(i: int, j: int) -> bool:
+        same = all(runs[i][key] == runs[j][key] for key in ("architecture", "epochs", "seed"))
+        return base_name(runs[j]) == "none" and same and setups[i] == setups[j]
+
+    found: list[int | None] = []
+    for i, run in enumerate(runs):
+        able = [j for j in range(len(runs)) if alike(i, j)] if base_name(run) != "none" else []
+        ranked = [j for place in (run["placement"], "home") for j in able if runs[j]["placement"] == place]
+        ranked.sort(
+            key=lambda j: (runs[j]["placement"] != run["placement"], runs[j].get("recipe") != run.get("recipe"))
+        )
+        found.append(ranked[0] if ranked else None)
+    return found
+
+
+def compared_with(run: Run) -> str:
+    """Which `none` the differences of a run are to; '' if it has none."""
+    other = run.get("difference_to_none")
+    return which(other | {"label": other["baseline"]}) if other else ""
+
+
+def which(run: Run) -> str:
+    extra = [f"trained {run['placement']}"] if run.get("placement") else []
+    extra += [f"seed {run['seed']}"] if run.get("seed") is not None else []
+    return f"{run['label']}" + (f" ({', '.join(extra)})" if extra else "")
+
+
+def shift_variant(run: Run) -> str | None:
+    """The variant of the translation probe that the table shows: canvas where there is one, else crop."""
+    variants = run["probes"].get("translation", {}).get("variants", {})
+    return next((v for v in ("canvas", "crop", "circular") if "patch" in variants.get(v, {})), None)
+
+
+def size_kind(run: Run) -> str | None:
+    kinds = run["probes"].get("resolution", {}).get("kinds", {})
+    return next((k for k in ("canvas", "upsample") if len(kinds.get(k, {}).get("rows", [])) > 1), None)
+
+
+def shifts_of(run: Run) -> dict[str, Any]:
+    variant = shift_variant(run)
+    return run["probes"]["translation"]["variants"][variant] if variant else {}
+
+
+def sizes_of(run: Run, kind: str | None) -> list[dict[str, Any]]:
+    return run["probes"].get("resolution", {}).get("kinds", {}).get(str(kind), {}).get("rows", [])
+
+
+@dataclass
+class Column:
+    """One column of the table; `pick` gives its interval, or None where a run does not have it."""
+
+    title: str
+    pick: Callable[[Run], Interval | None]
+    note: str
+    key: str  # of the per-image score that it is the mean of (`probes.scores`)
+    delta: Callable[[Run], Interval | None] = lambda run: None  # difference to `none`, shown in the page
+
+
+@dataclass
+class Group:
+    """Runs that can stand in one table."""
+
+    runs: list[Run]
+    variant: str | None
+    kind: str | None
+    columns: list[Column] = field(default_factory=list)
+    apart: str = ""  # what tells it from other groups of the same data, e.g. "object_size 8"
+
+    @property
+    def data(self) -> str:
+        return str(self.runs[0]["data"]["name"])
+
+    @property
+    def placed(self) -> bool:
+        return any(run["placement"] for run in self.runs)
+
+    @property
+    def images(self) -> int:
+        return int(self.runs[0]["images"])
+
+
+def row_at_scale(run: Run, kind: str | None, scale: float) -> dict[str, Any] | None:
+    """The square enlargement nearest to `scale`, under the first policy listed."""
+    rows = [row for row in sizes_of(run, kind) if row["scale"][0] == row["scale"][1]]
+    near = [row for row in rows if abs(row["scale"][0] - scale) <= 0.15]
+    return min(near, key=lambda row: abs(row["scale"][0] - scale), default=None)
+
+
+def groups(results: dict[str, Any]) -> list[Group]:
+    def key(run: Run) -> tuple[Any, ...]:
+        kinds = run["data"]["name"], str(shift_variant(run)), str(size_kind(run))
+        return *kinds, json.dumps(setup(run), sort_keys=True)
+
+    found = []
+    for _, members in itertools.groupby(sorted(results["runs"], key=key), key=key):
+        runs = ordered(members)
+        group = Group(runs, shift_variant(runs[0]), size_kind(runs[0]))
+        group.columns = _columns(group)
+        found.append(group)
+    for group in found:
+        group.apart = ", ".join(_apart(group, [other for other in found if other.data == group.data]))
+    return found
+
+
+def _apart(group: Group, others: list[Group]) -> list[str]:
+    """What of a group's setup is not the same in all of `others`, for its title."""
+    setups = [setup(other.runs[0]) for other in others]
+    mine = setup(group.runs[0])
+    varied = [
+        key
+        for key in mine
+        if key not in ("images", "shifts", "options") and any(mine[key] != s.get(key) for s in setups)
+    ]
+    return [f"{key} {'x'.join(map(str, v)) if isinstance(v := mine[key], list) else v}" for key in varied]
+
+
+def _columns(group: Group) -> list[Column]:
+    patch = shifts_of(group.runs[0]).get("patch")
+    canvas = group.variant == "canvas"
+    home = "home" if canvas else "accuracy"
+    where = (
+        "with the object within the first patch of the corner, where training at home has it"
+        if canvas
+        else "on the images as they are"
+    )
+    note = f"accuracy {where}; read everything else beside it"
+    columns = [Column(home, lambda run: run["accuracy"], note, "accuracy")]
+    if patch:
+        key = f"translation/{group.variant}/patch/"
+        others = len(patch["shifts"]) - 1
+        columns += [
+            Column(
+                "unseen positions" if canvas else f"shifted ({group.variant})",
+                lambda run: shifts_of(run)["patch"]["mean_shifted"],
+                f"mean accuracy over the {others} whole-patch "
+                + ("positions other than the corner (0, 0)" if canvas else f"shifts ({group.variant})")
+                + ("; training at home has not seen them" if canvas else ""),
+                key + "mean_shifted",
+            ),
+            Column(
+                "worst position" if canvas else "worst shift",
+                lambda run: shifts_of(run)["patch"]["worst"],
+                f"the worst of all {others + 1}, chosen on one half of the images and scored on the other, both ways",
+                key + "worst",
+            ),
+            Column(
+                "consistency (pairwise)",
+                lambda run: shifts_of(run)["patch"]["consistency"]["pairwise"],
+                "share of pairs of positions with the same decision, right or wrong; a constant answer has 100",
+                key + "pairwise",
+            ),
+        ]
+    larger = "canvas" if group.kind == "canvas" else "upsampled"
+    meaning = "canvas grown, object on the tokens it was on" if group.kind == "canvas" else "image resized"
+    for scale, label in ((1.5, "1.5x"), (2.0, "2x")):
+        rows = [row for run in group.runs if (row := row_at_scale(run, group.kind, scale))]
+        if rows:
+            sizes = " or ".join(dict.fromkeys(f"{row['size'][0]}x{row['size'][1]} px" for row in rows))
+            columns.append(
+                Column(
+                    f"{label} {larger}",
+                    functools.partial(_accuracy_at, group.kind, scale),
+                    f"accuracy with both sides {label} ({sizes}): {meaning}",
+                    f"resolution/{group.kind}/" + "x".join(map(str, rows[0]["size"])),
+                    functools.partial(_difference_at, group.kind, scale),
+                )
+            )
+    return columns
+
+
+def _accuracy_at(kind: str | None, scale: float, run: Run) -> Interval | None:
+    row = row_at_scale(run, kind, scale)
+    return row["accuracy"] if row else None
+
+
+def _difference_at(kind: str | None, scale: float, run: Run) -> Interval | None:
+    row = row_at_scale(run, kind, scale)
+    return difference(run, str(kind), row["size"], row["policy"]) if row else None
+
+
+def baseline(group: Group) -> Run | None:
+    return next((run for run in group.runs if base_name(run) == "none"), None)
+
+
+def difference(run: Run, kind: str, size: list[int], policy: str) -> Interval | None:
+    for entry in (run.get("difference_to_none") or {}).get("rows", []):
+        if entry["kind"] == kind and entry.get("size") == size and entry.get("policy") == policy:
+            return entry["difference"]
+    return None

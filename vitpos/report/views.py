@@ -1,0 +1,49 @@
+"""What a probe says of its own (`vitpos/probes/_views.py`): tables, curves and maps of a group's runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from vitpos.report.groups import Group, Run
+from vitpos.tables import percent
+
+
+@dataclass
+class Shown:
+    """One view of a probe, with the runs of a group that have it, each with its own numbers."""
+
+    probe: str
+    view: dict[str, Any]
+    runs: list[tuple[Run, dict[str, Any]]]
+
+    @property
+    def name(self) -> str:
+        return f"probe-{self.probe}-{self.view['key']}"
+
+
+def views(group: Group, kind: str) -> list[Shown]:
+    """The views of one kind (table, curves, maps) of a group's runs, by probe."""
+    found: dict[tuple[str, str], Shown] = {}
+    for run in group.runs:
+        for probe, entry in run["probes"].items():
+            for view in entry.get("views", []):
+                if view["kind"] == kind:
+                    found.setdefault((probe, view["key"]), Shown(probe, view, [])).runs.append((run, view))
+    return list(found.values())
+
+
+def shown(value: Any, unit: str) -> tuple[str, str]:
+    """A cell's number and its interval, as text; either may be empty."""
+    if isinstance(value, dict):
+        low, high = (_number(value[key], unit) for key in ("low", "high"))
+        return _number(value["value"], unit), f"{low} to {high}"
+    if value is None:
+        return "–", ""
+    return (value if isinstance(value, str) else _number(value, unit)), ""
+
+
+def _number(value: float, unit: str) -> str:
+    if unit == "percent":
+        return percent(value)
+    return str(value) if isinstance(value, int) else f"{value:.3g}"
