@@ -8,24 +8,20 @@ which the translation probe calls: it also keeps seven numbers of each image's l
 memory (made up), model, batches and shifts (crop: black comes in), in float32, and must decide alike. `preprocessing`
 is the same without the model: pixels as it would be given them.
 
-The two are measured in turn within each round, in one process, and in the other order every second round. The table
-holds medians over rounds of process time (CPU seconds of this process, which other work on the machine hardly touches)
-and of wall time, and the median and quartiles of the rounds' own ratios, vitpos over the plain loop.
+How the two take turns: benchmarks/rivals.py.
 """
 
-import argparse
 import functools
-import statistics
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import timm
 import torch
 from PIL import Image
+from rivals import HEADER, Rivals, parser, race
 from torchvision import transforms
 
-from vitpos import data, probes
+from vitpos import probes
 from vitpos.data.decoded import IMAGENET_MEAN, IMAGENET_STD
 from vitpos.probes._shifts import crop_shift
 
@@ -37,20 +33,19 @@ SETTINGS = {  # title: side in pixels, patch, images, batch, arguments of the mo
 }
 
 
-class Images(data.Dataset):
-    """uint8 images in memory, as vitpos holds CIFAR."""
+class Images:
+    """uint8 images in memory, as vitpos holds CIFAR; what probes need of a data set."""
 
     def __init__(self, side: int, count: int) -> None:
-        info = data.Info("made up", [str(c) for c in range(CLASSES)], 3, (side, side), IMAGENET_MEAN, IMAGENET_STD)
-        super().__init__(info, np.arange(count) % CLASSES, [str(i) for i in range(count)])
+        self.labels, self.ids = torch.arange(count) % CLASSES, [str(i) for i in range(count)]
         small = torch.randint(256, (count, 3, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
         self.images = small.repeat_interleave(side // 8, 2).repeat_interleave(side // 8, 3)
 
+    def __len__(self) -> int:
+        return len(self.images)
+
     def batch(self, indices: torch.Tensor) -> torch.Tensor:
         return self.images[indices].float() / 255
-
-    def augmented(self, *_: object) -> torch.Tensor:
-        raise NotImplementedError("evaluation augments nothing")
 
 
 class Plain(torch.utils.data.Dataset):
@@ -68,8 +63,8 @@ class Plain(torch.utils.data.Dataset):
         return self.prepare(image.transform(image.size, Image.Transform.AFFINE, (1, 0, -self.dx, 0, 1, -self.dy)))
 
 
-def rivals(title: str) -> tuple[dict[str, Callable[[], object]], dict[str, Callable[[], object]]]:
-    """(end to end, preprocessing), each as calls by name."""
+def contest(title: str) -> tuple[Rivals, Rivals]:
+    """(end to end, preprocessing)."""
     side, patch, count, batch, arguments = SETTINGS[title]
     images = Images(side, count)
     pictures = [Image.fromarray(x) for x in images.images.permute(0, 2, 3, 1).numpy()]
@@ -110,38 +105,15 @@ def rivals(title: str) -> tuple[dict[str, Callable[[], object]], dict[str, Calla
     return {"plain": plain, "vitpos": ours}, {"plain": plain_prepared, "vitpos": ours_prepared}
 
 
-def measure(title: str, calls: dict[str, Callable[[], object]], rounds: int) -> None:
-    clocks = {"CPU": time.process_time, "wall": time.perf_counter}
-    spent: dict[tuple[str, str], list[float]] = {(name, clock): [] for name in calls for clock in clocks}
-    for round_ in range(-1, rounds):  # the first one warms up
-        for name in list(calls)[:: 1 if round_ % 2 else -1]:
-            begin = {clock: now() for clock, now in clocks.items()}
-            calls[name]()
-            if round_ >= 0:
-                for clock, now in clocks.items():
-                    spent[name, clock].append(now() - begin[clock])
-    for clock in clocks:
-        theirs, mine = spent["plain", clock], spent["vitpos", clock]
-        low, middle, high = statistics.quantiles([b / a for a, b in zip(theirs, mine)], n=4)
-        print(
-            f"| {title} | {clock} | {statistics.median(theirs):.3f} | {statistics.median(mine):.3f} "
-            f"| {middle:.3f} ({low:.3f}-{high:.3f}) |",
-            flush=True,
-        )
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--threads", type=int, default=1)
-    given = parser.parse_args()
+    given = parser(__doc__, rounds=15).parse_args()
     torch.set_num_threads(given.threads)
     print(f"{given.rounds} rounds, {given.threads} thread(s), five shifts, torch {torch.__version__}")
-    print("| what | clock | plain, s | vitpos, s | ratio, median (quartiles) |\n| --- | --- | --- | --- | --- |")
+    print(HEADER)
     for title in SETTINGS:
-        end_to_end, preprocessing = rivals(title)
-        measure(f"{title}: end to end", end_to_end, given.rounds)
-        measure(f"{title}: preprocessing", preprocessing, given.rounds)
+        end_to_end, preprocessing = contest(title)
+        race(f"{title}: end to end", end_to_end, given.rounds, clocks=("CPU", "wall"))
+        race(f"{title}: preprocessing", preprocessing, given.rounds, clocks=("CPU", "wall"))
 
 
 if __name__ == "__main__":

@@ -2,17 +2,15 @@
 
 python benchmarks/kernels.py [--rounds 30] [--only WORD ...]      (one thread; about 20 minutes on an idle machine)
 
-Rivals take turns within each round, in one process, on the same data. A row holds the median, over rounds, of each
-rival's CPU time divided by the first one's in the same round, with quartiles, and the first one's median (other
-encodings: ten rounds).
-The floor is timm's own model without an encoding. A training step is forward and backward, without the optimizer.
+How rivals take turns: benchmarks/rivals.py. A turn of an operator is many calls in a row, so that each finds its own
+data in the cache where they fit; "qkv and ..." has it where it is in a model, on what the projection has just written.
+Other encodings have ten rounds. The floor is timm's own model without an encoding. A training step is forward and
+backward, without the optimizer.
 """
 
-import argparse
 import statistics
 import subprocess
 import sys
-import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +18,7 @@ from typing import Any
 import timm
 import torch
 import torch.nn.functional as F
+from rivals import HEADER, Rivals, parser, race
 from timm.layers import RelPosBias, RotaryEmbeddingCat, RotaryEmbeddingMixed, apply_rot_embed_cat
 from torch import Tensor
 
@@ -29,7 +28,7 @@ from vitpos.attention import expand_angles, expand_bias
 from vitpos.encoding import Geometry
 from vitpos.spec import lookup
 
-Rivals = dict[str, Callable[[], object]]
+TURN = 0.02  # seconds that a rival has at least
 GRIDS = {64: 8, 196: 14, 576: 24, 1024: 32}
 TYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
 SMALL: dict[str, Any] = {"embed_dim": 384, "num_heads": 6, "depth": 4, "num_classes": 0}
@@ -38,7 +37,7 @@ CIFAR: dict[str, Any] = {"embed_dim": 192, "num_heads": 3, "depth": 4, "num_clas
 
 
 class Table:
-    """Runs rivals and prints their row."""
+    """The rows that are wanted."""
 
     def __init__(self, rounds: int, only: list[str]):
         self.rounds, self.only = rounds, only
@@ -47,22 +46,8 @@ class Table:
         return not self.only or any(word in title for word in self.only)
 
     def race(self, title: str, rivals: Rivals) -> None:
-        if not self.wants(title):
-            return
-        times: dict[str, list[float]] = {name: [] for name in rivals}
-        for run in rivals.values():
-            run()
-        for _ in range(self.rounds):
-            for name, run in rivals.items():
-                start = time.process_time()
-                run()
-                times[name].append(time.process_time() - start)
-        base, *others = times
-        cells = []
-        for name in others:
-            low, middle, high = statistics.quantiles([a / b for a, b in zip(times[name], times[base])], n=4)
-            cells.append(f"{name} **{middle:.3f}** ({low:.3f}-{high:.3f})")
-        print(f"| {title} | {base}: {1e3 * statistics.median(times[base]):.2f} ms | {'; '.join(cells)} |", flush=True)
+        if self.wants(title):
+            race(title, rivals, self.rounds, least=TURN)
 
 
 def both_ways(run: Callable[[], Any], learned: list[Tensor]) -> Callable[[], object]:
@@ -82,27 +67,43 @@ def without_gradients(rivals: Rivals) -> Rivals:
     return {name: torch.no_grad()(run) for name, run in rivals.items()}
 
 
+def timms_split(qkv: Tensor, embed: Tensor | None = None) -> tuple[Tensor, ...]:
+    """As its rotary attention does, with one prefix token; without ``embed`` as its plain one."""
+    q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+    if embed is not None:
+        q, k = (torch.cat([t[:, :, :1], apply_rot_embed_cat(t[:, :, 1:], embed)], dim=2) for t in (q, k))
+    return q, k, v
+
+
 def rotary(table: Table, count: int, kind: str) -> None:
     side, heads, width, batch = GRIDS[count], 6, 64, 8
     embed = RotaryEmbeddingCat(width, in_pixels=False, feat_shape=[side, side]).get_embed()
     sin, cos = embed.chunk(2, dim=-1)
     turn = torch.stack([cos[:, ::2], sin[:, ::2]], dim=-1)[None, None]
-    qkv = torch.randn(batch, count + 1, 3, heads, width, dtype=TYPES[kind], requires_grad=True)
-    own = qkv.detach().clone().requires_grad_()  # the kernel rotates it where it lies
     embed = embed.to(TYPES[kind])
-
-    def theirs(rotates: bool = True) -> tuple[Tensor, ...]:
-        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        if rotates:
-            q, k = (torch.cat([t[:, :, :1], apply_rot_embed_cat(t[:, :, 1:], embed)], dim=2) for t in (q, k))
-        return q, k, v
+    shape = (batch, count + 1, 3, heads, width)
+    qkv = torch.randn(shape, dtype=TYPES[kind], requires_grad=True)
+    own = qkv.detach().clone().requires_grad_()  # the kernel rotates it where it lies
 
     where = f"{kind}, N={count}"
-    ours = {"timm": theirs, "vitpos": lambda: kernels.split(own, turn, prefix=1)}
-    table.race(f"rotary apply, {where}", without_gradients(ours))
+    rivals: Rivals = {"timm": lambda: timms_split(qkv, embed), "vitpos": lambda: kernels.split(own, turn, prefix=1)}
+    table.race(f"rotary apply, {where}", without_gradients(rivals))
+
+    x, weight = (torch.randn(*size, heads * width, dtype=TYPES[kind]) for size in (shape[:2], (3 * heads * width,)))
+
+    def project() -> Tensor:
+        return F.linear(x, weight).view(shape)
+
+    in_place: Rivals = {
+        "projection": project,
+        "timm": lambda: timms_split(project(), embed),
+        "vitpos": lambda: kernels.split(project(), turn, prefix=1),
+    }
+    table.race(f"qkv and rotary apply, {where}", without_gradients(in_place))
+
     learned = {"timm": [qkv], "vitpos": [own]}
-    rivals = {name: both_ways(run, learned[name]) for name, run in ours.items()}
-    rivals["timm's split alone"] = both_ways(lambda: theirs(False), [qkv])
+    rivals = {name: both_ways(run, learned[name]) for name, run in rivals.items()}
+    rivals["timm's split alone"] = both_ways(lambda: timms_split(qkv), [qkv])
     rivals["vitpos's split alone"] = both_ways(lambda: kernels.split(own), [own])
     table.race(f"split + rotate, both ways, {where}", rivals)
 
@@ -274,16 +275,16 @@ def memory(table: Table, repeats: int = 3) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--only", nargs="*", default=[], help="rows whose title holds one of these")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
+    words = parser(__doc__, rounds=30)
+    words.add_argument("--only", nargs="*", default=[], help="rows whose title holds one of these")
+    args = words.parse_args()
+    torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     warnings.simplefilter("ignore")
     table = Table(args.rounds, args.only)
-    print(f"torch {torch.__version__}, timm {timm.__version__}, {torch.backends.cpu.get_cpu_capability()}, one thread")
-    print("| what | base | ratio to the base: median (quartiles) |\n| --- | --- | --- |")
+    print(f"torch {torch.__version__}, timm {timm.__version__}, {torch.backends.cpu.get_cpu_capability()}")
+    print(f"{args.rounds} rounds, {args.threads} thread(s)")
+    print(HEADER)
     for kind in TYPES:
         for count in GRIDS:
             rotary(table, count, kind)

@@ -2,21 +2,16 @@
 
 python benchmarks/training.py [--rounds 15] [--threads 1]
 
-Rivals are measured in turn within each round, in one process, on the same model, batch and images (32x32 pixels, made
-up); the table holds medians over rounds, and the median and quartiles of the rounds' own ratios, by the CPU time of
-the process.
+Both have the same model, batches and images (32x32 pixels, made up). How the two take turns: benchmarks/rivals.py.
 
-reading: batches of augmented float tensors. torchvision: PIL images in memory, its transforms (of version 1, which is
-    the faster) an image at a time, default collation; vitpos: uint8 images in memory, many at a time.
+reading: an epoch in batches of augmented float tensors. torchvision: PIL images in memory, its transforms (of version
+    1, which is the faster) an image at a time, default collation; vitpos: uint8 images in memory, many at a time.
 steps: timm's train.py is not part of its package; these are the calls of its train_one_epoch, in its order, on what
     its factories make (dataset, loader, optimizer, scheduler, loss), all with float32 and gradient clipping. It reads
     PNG files, as it has no other way. ``steps alone`` gives both loops one batch that is there already.
 """
 
-import argparse
-import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,6 +19,7 @@ import numpy as np
 import timm
 import torch
 from PIL import Image
+from rivals import HEADER, Rivals, parser, race
 from timm.data import create_dataset, create_loader
 from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
@@ -67,8 +63,8 @@ class Rival(torch.utils.data.Dataset):
         return self.transform(self.images[index]), 0
 
 
-def reading(ours: data.Dataset, extra: list[nn.Module]) -> dict[str, Callable[[], int]]:
-    """What reads one epoch, and returns the number of images, by name."""
+def reading(ours: data.Dataset, extra: list[nn.Module]) -> Rivals:
+    """What reads one epoch."""
     rival = torch.utils.data.DataLoader(Rival(ours.images, extra), BATCH, shuffle=True, drop_last=True)
     epoch = iter(range(10**9))
 
@@ -77,13 +73,16 @@ def reading(ours: data.Dataset, extra: list[nn.Module]) -> dict[str, Callable[[]
         batches = data.epoch_batches(len(ours), BATCH, 0, number)
         return sum(len(y) for _, y in ours.iterate(batches, seed=0, epoch=number))
 
-    return {"torchvision": lambda: sum(len(y) for _, y in rival), "vitpos": read_ours}
+    rivals: Rivals = {"torchvision": lambda: sum(len(y) for _, y in rival), "vitpos": read_ours}
+    if len({read() for read in rivals.values()}) > 1:
+        raise SystemExit("the two read different numbers of images: they do not measure the same")
+    return rivals
 
 
 # steps
 
 
-def timm_loop(root: Path, batch: tuple[torch.Tensor, torch.Tensor] | None) -> Callable[[], int]:
+def timm_loop(root: Path, batch: tuple[torch.Tensor, torch.Tensor] | None) -> Callable[[], None]:
     torch.manual_seed(0)
     model = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=CLASSES, **MODEL)
     optimizer = create_optimizer_v2(model, "adamw", lr=1e-3, weight_decay=0.05)
@@ -96,7 +95,7 @@ def timm_loop(root: Path, batch: tuple[torch.Tensor, torch.Tensor] | None) -> Ca
     )  # fmt: skip
     losses, updates = AverageMeter(), iter(range(10**9))
 
-    def run() -> int:
+    def run() -> None:
         model.train()
         for step, (x, y) in enumerate(loader if batch is None else [batch] * STEPS):
             loss = loss_fn(model(x), y)
@@ -108,12 +107,11 @@ def timm_loop(root: Path, batch: tuple[torch.Tensor, torch.Tensor] | None) -> Ca
             scheduler.step_update(num_updates=next(updates), metric=losses.avg)
             if step + 1 == STEPS:
                 break
-        return STEPS * BATCH
 
     return run
 
 
-def our_loop(root: Path, out: Path, batch: tuple[torch.Tensor, torch.Tensor] | None) -> Callable[[], int]:
+def our_loop(root: Path, out: Path, batch: tuple[torch.Tensor, torch.Tensor] | None) -> Callable[[], None]:
     train = config.TrainConfig(cpu=True, batch_size=BATCH, lr=1e-3, betas=[0.9, 0.999])
     options = {"name": "cifar10", "root": str(root)}
     run = config.RunConfig(pos="ape1d", out=str(out), data=data.resolve(options), train=train)
@@ -127,7 +125,7 @@ def our_loop(root: Path, out: Path, batch: tuple[torch.Tensor, torch.Tensor] | N
     criterion = training.create_loss(train)
     epoch = iter(range(10**9))
 
-    def go() -> int:
+    def go() -> None:
         """The calls of train.py, in its order."""
         parallel.train()
         number = next(epoch)
@@ -145,48 +143,27 @@ def our_loop(root: Path, out: Path, batch: tuple[torch.Tensor, torch.Tensor] | N
                 state.add(loss, accuracy)
             optimizer.zero_grad()
             folder.stepped(state)
-        return STEPS * BATCH
 
     return go
 
 
-def measure(title: str, rivals: dict[str, Callable[[], int]], rounds: int) -> None:
-    rates: dict[str, list[float]] = {name: [] for name in rivals}
-    for round_ in range(-1, rounds):  # the first one warms up
-        for name, run in rivals.items():
-            begin = time.process_time()
-            count = run()
-            if round_ >= 0:
-                rates[name].append(count / (time.process_time() - begin))
-    (theirs, a), (ours, b) = rates.items()
-    low, middle, high = statistics.quantiles([y / x for x, y in zip(a, b)], n=4)
-    print(
-        f"| {title} | {theirs} {statistics.median(a):,.0f} | {ours} {statistics.median(b):,.0f} "
-        f"| {middle:.2f} ({low:.2f}-{high:.2f}) |",
-        flush=True,
-    )
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--threads", type=int, default=1)
-    given = parser.parse_args()
+    given = parser(__doc__, rounds=15).parse_args()
     torch.set_num_threads(given.threads)
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         make_images(root)
         options = {"name": "cifar10", "root": folder, "val_fraction": 0.1}
-        print(f"{given.rounds} rounds, {given.threads} thread(s), batch {BATCH}, {torch.__version__}")
-        print("| what | images/s | images/s | ratio, median (quartiles) |\n| --- | --- | --- | --- |")
-        measure("reading: crop, flip", reading(data.load(options), []), given.rounds)
+        print(f"{given.rounds} rounds, {given.threads} thread(s), batch {BATCH}, {STEPS} steps, {torch.__version__}")
+        print(HEADER)
+        race("reading: crop, flip", reading(data.load(options), []), given.rounds)
         distorted = data.load({**options, "augment": "rand-m9-n2"})
-        measure("reading: crop, flip, RandAugment", reading(distorted, [transforms.RandAugment(2, 27)]), given.rounds)
+        race("reading: crop, flip, RandAugment", reading(distorted, [transforms.RandAugment(2, 27)]), given.rounds)
         x, y = next(data.load(options).iterate([torch.arange(BATCH)]))
         for title, batch in {"steps and reading": None, "steps alone": (x, y)}.items():
             out = root / title.replace(" ", "-")
             loops = {"timm": timm_loop(root, batch), "vitpos": our_loop(root, out, batch)}
-            measure(title, loops, given.rounds)
+            race(title, loops, given.rounds)
 
 
 if __name__ == "__main__":
