@@ -70,6 +70,8 @@ def main(cfg: DictConfig) -> None:
     for one in kept:
         one.discard()
     report.print_table(results, Console(width=None if sys.stdout.isatty() else 100))
+    for line in results.get("not_compared", []):
+        print(f"not compared over seeds: {line}")
     print(f"report: {out / 'report.html'}")
 
 

@@ -105,13 +105,56 @@ def test_what_is_no_row_is_named():
     assert "rope_axial: left out; one seed (7) says nothing" in remarks(
         [*sweep(("none", "ape1d"), (0, 1)), measured("rope_axial", 7)]
     )
-    assert "left out; several runs of seed 1" in remarks([*pairs, measured("rope_axial", 1)])
     unknown = run("rope_axial") | {"seed": None, "epochs": 9}
-    assert "its seed is not known" in remarks([*pairs, Measured(unknown, pairs[0].images, {})])
-    other = Measured(measured("rope_axial", 1).run, np.arange(1, 101), measured("rope_axial", 1).scores)
-    assert "images are not those of" in remarks([*sweep(("none",), (0, 1)), measured("rope_axial", 0), other])
+    assert "rope_axial-home left out; no seed is known" in remarks([*pairs, Measured(unknown, pairs[0].images, {})])
     assert compare.comparison(sweep(seeds=(0,))) == []
     assert compare.comparison([]) == []
+    assert compare.obstacles(sweep(seeds=(0,))) == []  # nothing is in the way of one seed each
+
+
+def seeds_of(members, encoding="rope_axial"):
+    return [row["seeds"] for row in compare.comparison(members)[0]["rows"] if row["encoding"] == encoding]
+
+
+def test_a_seed_that_is_there_twice_is_left_out_alone():
+    """A second recipe that nothing tells apart takes no other seed and no other encoding with it."""
+    again = measured("rope_axial", 1, 0.7, label="again-s1")
+    members = [*sweep(), again]
+    assert seeds_of(members) == [[0, 2, 3, 4]]
+    assert seeds_of(members, "none") == [[0, 1, 2, 3, 4]]
+    text = remarks(members)
+    assert "rope_axial-home-s1, again-s1 left out; all are seed 1 and no config.yaml tells them apart" in text
+    assert "leave out all but one of them" in text
+    told = [measured(one.run["encoding"], one.run["seed"], recipe={"train": {"lr": 1}}) for one in members[:-1]]
+    third = measured("rope_axial", 1, 0.7, recipe={"train": {"lr": 1}})
+    assert "their configuration is the same" in remarks([*told, third])
+    # a copy is no second recipe
+    copy = measured("rope_axial", 1, label="copy")
+    assert seeds_of([*sweep(), copy]) == [[0, 1, 2, 3, 4]]
+    assert "rope_axial-home-s1, copy are seed 1 and decide alike: counted once" in remarks([*sweep(), copy])
+
+
+def test_where_every_seed_is_there_twice_it_is_said_and_no_table_is_empty():
+    both = [*sweep(seeds=(0, 1)), *[measured(e, s, 0.7) for e in LEVELS for s in (0, 1)]]
+    both = [Measured(m.run | {"checkpoint": f"runs/{i}/last.safetensors"}, m.images, m.scores)
+            for i, m in enumerate(both)]  # fmt: skip
+    assert compare.comparison(both) == []
+    lines = compare.obstacles(both)
+    assert len(lines) == 6
+    # labels are alike: folders tell them apart
+    assert "none: runs/0, runs/6 left out; all are seed 0 and no config.yaml tells them apart: leave out all but" in " ".join(lines)  # fmt: skip  # noqa: E501
+    assert compare.obstacles(sweep()) == []
+
+
+def test_images_that_are_others_leave_out_their_run_alone():
+    """Whichever run comes first."""
+    for seed in (0, 1):
+        members = sweep(seeds=(0, 1, 2))
+        odd = next(m for m in members if (m.run["encoding"], m.run["seed"]) == ("ape1d", seed))
+        members = [Measured(m.run, np.arange(1, 101), m.scores) if m is odd else m for m in members]
+        assert seeds_of(members, "ape1d") == [[s for s in range(3) if s != seed]]
+        assert seeds_of(members) == [[0, 1, 2]]
+        assert f"ape1d-home-s{seed} left out; the test images are others" in remarks(members)
 
 
 def test_the_baseline_was_trained_alike_where_there_is_such_a_one():

@@ -150,6 +150,18 @@ def test_encodings_are_compared_over_seeds_and_again_without_models(sweep, tmp_p
     assert "different decisions of none0" in err
 
 
+def test_runs_that_nothing_tells_apart_are_named(tmp_path, evaluate):
+    for seed in (0, 1):
+        for depth in (1, 2):
+            make_run(tmp_path / f"none{seed}-{depth}", "none", seed=seed, model={"depth": depth})
+    code, out, err = evaluate(f"runs={tmp_path}", "images=8", "probes=[shuffle]")
+    assert code == 0, err
+    assert "not compared over seeds: none: none0-1, none0-2 left out; all are seed 0 and no config.yaml" in out
+    results = report.read(tmp_path / "eval" / "results.json")
+    assert "comparison" not in results
+    assert [line.split()[1] for line in results["not_compared"]] == ["none0-1,", "none1-1,"]
+
+
 def test_out_holds_all_of_one_evaluation(tmp_path, evaluate):
     run = make_run(tmp_path / "run", "rope_axial")
     assert evaluate(f"checkpoint={run}", *QUICK)[0] == 0

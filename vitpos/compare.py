@@ -4,15 +4,16 @@ A row is an encoding under one recipe: the runs that differ in nothing but the s
 were measured in the same way (`report.setup`). Each mean has an interval over seeds and images; each difference is to
 the baseline's row, paired by seed and image; all differences of a table are corrected together (Holm); ranks are among
 rows of one architecture, number of epochs and placement. One seed says nothing about an encoding: such rows are left
-out, and named.
+out, and named; so are runs that cannot be told apart (a seed that is there twice), without the others of their row.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from vitpos.stats import LEVEL, Score
 Run = dict[str, Any]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Measured:
     """A run, and what it did with each image. `images` [N] tells whether two runs answered the same ones."""
 
@@ -87,10 +88,8 @@ def comparison(measured: Sequence[Measured], options: Options = Options()) -> li
         raise ValueError(
             f"compare.baseline={options.baseline} is none of the encodings; {nearest(options.baseline, known)}"
         )
-    by_run = {id(one.run): one for one in measured}
     found = []
-    for index, group in enumerate(report.groups({"runs": [one.run for one in measured]})):
-        members = [by_run[id(run)] for run in group.runs]
+    for index, group, members in _grouped(measured):
         columns = {column.key: (column.title, column.note) for column in group.columns}
         if options.metrics is not None:
             have = dict.fromkeys(key for member in members for key in member.scores)
@@ -98,15 +97,32 @@ def comparison(measured: Sequence[Measured], options: Options = Options()) -> li
                 if key not in have:
                     raise ValueError(f"compare.metrics: {key!r} was not measured; {nearest(key, list(have))}")
             columns = {key: columns.get(key, (key, "")) for key in options.metrics}
-        rows, remarks = _rows(members)
+        rows, alone, in_the_way = _rows(members)
         if rows:
-            found.append({"group": index, **_compared(group, rows, columns, options, remarks)})
+            found.append({"group": index, **_compared(group, rows, columns, options, in_the_way + alone)})
     return found
 
 
-def _rows(members: Sequence[Measured]) -> tuple[list[Row], list[str]]:
-    """The rows with several seeds, in the order of the runs, and why others are none."""
+def obstacles(measured: Sequence[Measured]) -> list[str]:
+    """What keeps runs of several seeds from being compared, where no comparison came of them."""
+    found = []
+    for _, _, members in _grouped(measured):
+        rows, _, in_the_way = _rows(members)
+        found += [] if rows else in_the_way
+    return found
+
+
+def _grouped(measured: Sequence[Measured]) -> Iterator[tuple[int, report.Group, list[Measured]]]:
+    by_run = {id(one.run): one for one in measured}
+    for index, group in enumerate(report.groups({"runs": [one.run for one in measured]})):
+        yield index, group, [by_run[id(run)] for run in group.runs]
+
+
+def _rows(members: Sequence[Measured]) -> tuple[list[Row], list[str], list[str]]:
+    """The rows with several seeds, in the order of the runs; which encodings have one seed alone; and which runs are
+    left out for another reason, a line each. What one run spoils is that run, or its seed, and nothing else."""
     rows: list[Row] = []
+    images = _most(member.images for member in members)
     for member in members:
         run = member.run
         recipe = json.dumps(run.get("recipe"), sort_keys=True)
@@ -115,21 +131,64 @@ def _rows(members: Sequence[Measured]) -> tuple[list[Row], list[str]]:
         if row is None:
             rows.append(row := Row(*key, []))
         row.members.append(member)
-    kept, remarks = [], []
+    kept: list[Row] = []
+    alone: list[str] = []
+    in_the_way: list[str] = []
     for row in rows:
-        labels = ", ".join(member.run["label"] for member in row.members)
-        if any(seed is None for seed in row.seeds):
-            remarks.append(f"{row.name}: left out; its seed is not known ({labels})")
-        elif len(set(row.seeds)) < len(row.seeds):
-            twice = next(seed for seed in row.seeds if row.seeds.count(seed) > 1)
-            remarks.append(f"{row.name}: left out; several runs of seed {twice} ({labels}): are they trained alike?")
-        elif len(row.seeds) < 2:
-            remarks.append(f"{row.name}: left out; one seed ({row.seeds[0]}) says nothing about the encoding")
-        elif any(not np.array_equal(member.images, members[0].images) for member in row.members):
-            remarks.append(f"{row.name}: left out; its images are not those of {members[0].run['label']}")
-        else:
+        name, several = row.name, len(row.members) > 1
+        for why, out in _unusable(row, images):
+            (in_the_way if several else alone).append(f"{name}: {why}")
+            row.members = [member for member in row.members if member not in out]
+        if len(row.members) > 1:
             kept.append(row)
-    return kept, remarks
+        elif row.members:
+            alone.append(f"{name}: left out; one seed ({row.seeds[0]}) says nothing about the encoding")
+    return kept, alone, in_the_way
+
+
+def _unusable(row: Row, images: NDArray[Any]) -> Iterator[tuple[str, list[Measured]]]:
+    """Of a row's runs those that cannot stand in it, each lot with the reason."""
+    unknown = [member for member in row.members if member.run["seed"] is None]
+    if unknown:
+        yield f"{_named(unknown)} left out; no seed is known", unknown
+    others = [member for member in row.members if not np.array_equal(member.images, images)]
+    if others:
+        yield f"{_named(others)} left out; the test images are others than those of most runs", others
+    for seed in sorted({seed for seed in row.seeds if row.seeds.count(seed) > 1}):
+        same = [member for member in row.members if member.run["seed"] == seed]
+        first, *rest = same
+        if all(_alike(first, other) for other in rest):
+            yield f"{_named(same)} are seed {seed} and decide alike: counted once", rest
+            continue
+        told = "their configuration is the same" if row.run.get("recipe") else "no config.yaml tells them apart"
+        yield f"{_named(same)} left out; all are seed {seed} and {told}: leave out all but one of them", same
+
+
+def _most(arrays: Iterable[NDArray[Any]]) -> NDArray[Any]:
+    """The array that most are equal to, the first of several."""
+    kinds: list[list[NDArray[Any]]] = []
+    for array in arrays:
+        kind = next((kind for kind in kinds if np.array_equal(kind[0], array)), None)
+        if kind is None:
+            kinds.append(kind := [])
+        kind.append(array)
+    return max(kinds, key=len)[0]
+
+
+def _alike(one: Measured, other: Measured) -> bool:
+    """Whether two runs have the same scores on the same images: one model that is there twice."""
+    return one.scores.keys() == other.scores.keys() and all(
+        np.array_equal(score.values, other.scores[key].values) for key, score in one.scores.items()
+    )
+
+
+def _named(members: Sequence[Measured]) -> str:
+    """Labels of runs, or their folders where labels are alike."""
+    labels = [str(member.run["label"]) for member in members]
+    if len(set(labels)) < len(labels):
+        labels = [str(Path(member.run["checkpoint"]).parent if member.run["checkpoint"] else member.run["label"])
+                  for member in members]  # fmt: skip
+    return ", ".join(labels)
 
 
 def _compared(

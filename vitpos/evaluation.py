@@ -368,7 +368,8 @@ def add_differences(
 def add_comparison(
     results: dict[str, Any], decisions: Sequence[Mapping[str, np.ndarray]], cfg: DictConfig
 ) -> dict[str, Any]:
-    """The results with encodings compared over seeds, where several seeds of any are there."""
+    """The results with encodings compared over seeds, where several seeds of any are there (`comparison`), or what is
+    in the way (`not_compared`)."""
     chosen: Any = OmegaConf.to_container(cfg.compare, resolve=True)
     if isinstance(chosen["metrics"], str):
         chosen["metrics"] = [chosen["metrics"]]
@@ -377,7 +378,8 @@ def add_comparison(
         for run, own in zip(results["runs"], decisions)
     ]
     found = compare.comparison(measured, compare.Options(**chosen))
-    return {**results, "comparison": found} if found else results
+    obstacles = compare.obstacles(measured)
+    return results | ({"comparison": found} if found else {}) | ({"not_compared": obstacles} if obstacles else {})
 
 
 def roots_of(key: str, folders: str) -> list[Path]:
