@@ -274,7 +274,6 @@ class RunFolder:
         if self.accelerator.num_processes > 1:
             broadcast_object_list(ending)
         if ending[0] is not None:
-            self.accelerator.end_training()  # ends the group's threads, which may abort a process that exits with them
             raise ending[0] if self.accelerator.is_main_process else SystemExit(preemption.SAVED)
         self.request.forget(self.signal)
 
