@@ -8,7 +8,7 @@ import torch
 from fakes import Brightness, Constant, Scenes, Squares
 from probing import encoded, probe, subject
 
-from vitpos import probes
+from vitpos import probes, stats
 from vitpos.probes import _shifts, translation
 
 
@@ -95,6 +95,10 @@ def test_fractions_leave_an_exact_pixel_and_the_reference():
     np.testing.assert_allclose(
         arrays["circular/bilinear/true_logit"][-1], arrays["circular/fourier/true_logit"][-1], atol=1e-3
     )
+    for variant, name in itertools.product(("canvas", "circular"), translation.FRACTIONAL):  # and the same way
+        assert arrays[f"{variant}/phase/shifts"][1].tolist() == [1, 1]
+        pixel, whole = (arrays[f"{variant}/{group}/true_logit"][k] for group, k in ((name, -1), ("phase", 1)))
+        np.testing.assert_allclose(pixel, whole, atol=1e-3)
 
 
 VARIANTS = ["canvas", "crop", "circular", "reflect", "window"]
@@ -154,3 +158,60 @@ def test_groups_can_be_left_out_and_files_of_before_are_read():
     assert "logit_drift" not in again["variants"]["canvas"]["patch"]
     with pytest.raises(ValueError, match="zhang must be 0"):
         translated(Constant(), zhang=-1)
+
+
+TRUTH = np.array([1, 1, 2, 0])
+PRED = np.array([[1, 1, 2, 2], [1, 0, 2, 2], [1, 0, 0, 1]])  # [3 shifts, 4 images]; the reference has the last one wrong
+
+
+def stored(**zhang):
+    return {
+        "patch_size": np.array([4, 4]), "patch_source": np.array("given"), "image_size": np.array([12, 16]),
+        "crop/patch/shifts": np.array([[0, 0], [0, 4], [4, 0]]), "crop/patch/pred": PRED,
+        "crop/patch/logit_change": np.array([[0.0] * 4, [0, 2, 0, 1], [0, 3, 1, 5]]),
+        "crop/patch/logit_drift": np.array([[0.0] * 4, [1, 2, 3, 2], [3, 4, 1, 0]]),
+        "crop/patch/logit_norm": np.array([4.0, 4, 4, 4]),
+        "crop/patch/true_logit": np.array([[1.0, 1, 2, 0], [3, 1, 2, 0], [2, 1, 2, 3]]),
+    } | {f"crop/zhang/{key}": np.array(value) for key, value in zhang.items()}  # fmt: skip
+
+
+def test_numbers_of_stored_decisions_worked_by_hand():
+    group = probes.get("translation").summarize(stored(), TRUTH)["variants"]["crop"]["patch"]
+    consistency = {name: entry["value"] for name, entry in group["consistency"].items()}
+    # pairs of shifts that agree, of three, by image: 3, 1, 1, 1; with the reference, of two: 2, 0, 1, 1
+    assert consistency["pairwise"] == pytest.approx((3 + 1 + 1 + 1) / 12)
+    assert consistency["vs_reference"] == pytest.approx((2 + 0 + 1 + 1) / 8)
+    assert consistency["pairwise_given_correct"] == pytest.approx((3 + 1 + 1) / 9)
+    assert consistency["vs_reference_given_correct"] == pytest.approx((2 + 0 + 1) / 6)
+    assert [entry["value"] for entry in group["accuracy"]] == [0.75, 0.5, 0.25]
+    assert (group["mean"]["value"], group["mean_shifted"]["value"]) == (0.5, 0.375)
+    assert (group["every"]["value"], group["reference"]["value"]) == (0.25, 0.75)
+    assert [entry["value"] for entry in group["agreement"]] == [0.75, 0.25]
+    assert group["logit_drift"]["value"] == pytest.approx((2 + 3 + 2 + 1) / 16)
+    assert group["true_logit_variance"]["value"] == pytest.approx((2 / 3 + 0 + 0 + 2) / 4)
+    assert group["logit_change"]["largest"] == 5
+    assert (group["logit_change"]["differing_decisions"], group["logit_change"]["decisions"]) == (4, 8)
+    assert [(row["distance"], row["shifts"], row["accuracy"]["value"]) for row in group["by_distance"]] == [
+        (0, 1, 0.75), (4, 2, 0.375),
+    ]  # fmt: skip
+
+
+def test_scores_over_seeds_are_of_the_same_quantities():
+    scores = probes.get("translation").scores(stored(), TRUTH)
+    found = {name: score.values.tolist() for name, score in scores.items()}
+    assert found["crop/patch/pairwise"] == pytest.approx([1, 1 / 3, 1 / 3, 1 / 3])
+    assert found["crop/patch/vs_reference"] == [1, 0, 0.5, 0.5]
+    assert found["crop/patch/mean_shifted"] == [1, 0, 0.5, 0]
+    assert found["crop/patch/worst"] == stats.worst_scores(PRED == TRUTH).tolist()
+    assert {name: scores[f"crop/patch/{name}"].repeats for name in ("pairwise", "vs_reference", "mean_shifted")} == {
+        "pairwise": 3, "vs_reference": 2, "mean_shifted": 2,
+    }  # fmt: skip
+
+
+def test_zhang_is_agreement_of_the_two_draws():
+    drawn = [[[1, 1, 2, 0], [1, 0, 2, 1]], [[1, 1, 0, 0], [1, 1, 2, 0]]]  # [2 passes, 2 draws, 4 images]
+    zhang = {"pred": drawn, "per_image": False, "reach": [2, 2]}
+    entry = probes.get("translation").summarize(stored(**zhang), TRUTH)["variants"]["crop"]["zhang"]
+    assert entry["consistency"]["value"] == pytest.approx((2 + 1 + 1 + 1) / 8)
+    assert entry["accuracy"]["value"] == pytest.approx((4 + 3 + 3 + 3) / 16)
+    assert (entry["passes"], entry["pairs"]) == (2, 8)

@@ -55,6 +55,19 @@ def test_naive_minimum_is_biased_low_and_split_is_not():
     assert abs(split - truth) < 4 * np.sqrt(truth * (1 - truth) / 360 / 400) + 1e-3
 
 
+def test_worst_scores_are_those_of_the_worst_position():
+    """Per image, for comparisons over seeds: the same choice, scored on the other half too."""
+    rng = np.random.default_rng(7)
+    for n in (40, 41):
+        correct = rng.random((9, n)) < 0.7
+        scores, (estimate, chosen) = stats.worst_scores(correct), stats.worst_of_grid(correct)
+        assert ((scores == correct[chosen[0]]) | (scores == correct[chosen[1]])).all()
+        assert scores.mean() == pytest.approx(estimate.value, abs=0 if n == 40 else 1 / n)
+        assert scores.mean() > naive_minimum(correct)
+    unbiased = np.mean([stats.worst_scores(c).mean() for c in rng.random((200, 15, 360)) < 0.8])
+    assert abs(unbiased - 0.8) < 4 * np.sqrt(0.16 / 360 / 200) + 1e-3
+
+
 def test_worst_of_grid_finds_a_clear_worst_position():
     rng = np.random.default_rng(2)
     correct = rng.random((6, 400)) < np.array([0.9, 0.9, 0.3, 0.9, 0.9, 0.9])[:, None]
