@@ -150,6 +150,18 @@ def test_kernels_are_those_of_their_formulas():
     assert linear["aliasing"] is None
 
 
+def test_decay_and_norms_are_shown():
+    found, _ = probe("attention", encoded("sincos1d"), IMAGES)
+    shown = {view["key"]: view for view in attention.Attention().views(found) if view["kind"] != "maps"}
+    lines = {line["name"]: line["y"] for line in shown["decay"]["series"]}
+    at = np.array(found["kernels"]["tokens"]["scaled"])
+    assert lines["tokens, down"] == at[2:, 3].tolist()
+    assert lines["tokens, right"] == at[2, 3:].tolist()
+    assert lines["tokens, down"][0] == pytest.approx(1)
+    assert lines["tokens, down"][1] != pytest.approx(lines["tokens, right"][1])
+    assert f"has {found['norm_ratio']['value']:.3g} (" in shown["kernels"]["note"]
+
+
 def test_rising_similarity_is_counted():
     line = np.array([[0.2, 0.6, 1.0, 0.6, 0.2]])
     assert attention._kernel(line, 1.0, "tokens")["rises"] == 0

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 import torch
 from fakes import Brightness, Constant, Scenes, Squares
-from probing import encoded, probe
+from probing import encoded, other, probe, subject
 from torch.nn import functional as F
 
+import vitpos
 from vitpos.probes import resolution
 
 
@@ -106,6 +107,27 @@ def test_the_interpolation_is_named_and_used(interpolation):
     assert 0 <= resized.min() <= resized.max() <= 1
     others = [resolution.upsample(x, (20, 24), other) for other in resolution.INTERPOLATIONS if other != interpolation]
     assert all((resized - other).abs().max() > 1e-3 for other in others)
+
+
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [
+        ("resnet10t", "-"),
+        ("vit_tiny_patch16_224", "interpolate (timm)"),
+        ("vit_relpos_small_patch16_224", "timm's own"),
+        ("vit_small_patch16_rope_224", "timm's own"),
+        ("vit_small_patch16_dinov3", "timm's own"),
+        ("swin_tiny_patch4_window7_224", "timm's own"),
+    ],
+)
+def test_a_policy_is_named_wherever_positions_matter(name, policy):
+    """Also of encodings that timm's modules hold, attached as they are."""
+    model = other(name)
+    assert subject(model).resize_policy() == policy
+    if name.startswith("vit_small"):
+        native = vitpos.attach(model, "native")
+        assert subject(native).resize_policy() == policy
+        assert subject(vitpos.attach(native, "native + logn")).resize_policy() == f"{policy} + -"
 
 
 def test_an_unknown_interpolation_is_refused():

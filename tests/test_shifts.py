@@ -101,6 +101,20 @@ def test_fractions_leave_an_exact_pixel_and_the_reference():
         np.testing.assert_allclose(pixel, whole, atol=1e-3)
 
 
+@pytest.mark.parametrize("variant", ["crop", "circular", "reflect"])
+def test_logits_are_those_of_the_shifted_raw_image(variant):
+    """What is filled in is black before normalisation: 0 after it would be the mean colour."""
+    model, images = encoded("ape1d"), Squares(n=16, textured=True)
+    _, arrays = translated(model, images, variants=[variant], zhang=0, fractional=False)
+    sub, at = subject(model, images), torch.arange(16)
+    for group in ("patch", "subpatch"):
+        for s in (1, -1):
+            shift = tuple(arrays[f"{variant}/{group}/shifts"][s].tolist())
+            with torch.inference_mode():
+                logits = sub.logits(translation.MOVES[variant](images.batch(at), shift))
+            np.testing.assert_array_equal(arrays[f"{variant}/{group}/true_logit"][s], logits[at, images.labels])
+
+
 VARIANTS = ["canvas", "crop", "circular", "reflect", "window"]
 
 
@@ -161,7 +175,7 @@ def test_groups_can_be_left_out_and_files_of_before_are_read():
 
 
 TRUTH = np.array([1, 1, 2, 0])
-PRED = np.array([[1, 1, 2, 2], [1, 0, 2, 2], [1, 0, 0, 1]])  # [3 shifts, 4 images]; the reference has the last one wrong
+PRED = np.array([[1, 1, 2, 2], [1, 0, 2, 2], [1, 0, 0, 1]])  # [3 shifts, 4 images]; the last one is wrong
 
 
 def stored(**zhang):
@@ -190,10 +204,30 @@ def test_numbers_of_stored_decisions_worked_by_hand():
     assert group["logit_drift"]["value"] == pytest.approx((2 + 3 + 2 + 1) / 16)
     assert group["true_logit_variance"]["value"] == pytest.approx((2 / 3 + 0 + 0 + 2) / 4)
     assert group["logit_change"]["largest"] == 5
+    views = probes.get("translation").views({"variants": {"crop": {"patch": group}}})
+    (row,) = next(view for view in views if view["key"] == "stability")["rows"]
+    assert row[:3] == ["crop", "patch", 2]
+    shown = "pairwise", "pairwise_given_correct", "vs_reference"
+    assert row[3:6] == [group["consistency"][key] for key in shown]
+    assert row[6:] == [group[key] for key in ("every", "logit_drift", "true_logit_variance")]
     assert (group["logit_change"]["differing_decisions"], group["logit_change"]["decisions"]) == (4, 8)
     assert [(row["distance"], row["shifts"], row["accuracy"]["value"]) for row in group["by_distance"]] == [
         (0, 1, 0.75), (4, 2, 0.375),
     ]  # fmt: skip
+
+
+def test_phases_are_parted_into_whole_patches_and_between():
+    arrays = stored()
+    for key in ("pred", "logit_change"):
+        arrays[f"crop/phase/{key}"] = np.concatenate([arrays[f"crop/patch/{key}"], arrays[f"crop/patch/{key}"][1:2]])
+    arrays["crop/phase/shifts"] = np.array([[0, 0], [2, 2], [4, 4], [6, 6]])  # of patches of 4 px
+    phase = probes.get("translation").summarize(arrays, TRUTH)["variants"]["crop"]["phase"]
+    assert [(row["phase"], row["shifts"]) for row in phase["by_phase"]] == [([0, 0], 1), ([2, 2], 2)]
+    for name, count, accuracy, agreement in (("whole", 1, 0.25, 0.25), ("between", 2, 0.5, 0.75)):
+        assert phase[name]["shifts"] == count
+        assert (phase[name]["accuracy"]["value"], phase[name]["vs_reference"]["value"]) == (accuracy, agreement)
+    views = {view["key"]: view for view in probes.get("translation").views({"variants": {"crop": {"phase": phase}}})}
+    assert [row[:3] for row in views["phase-parts"]["rows"]] == [["crop", "whole patches", 1], ["crop", "between", 2]]
 
 
 def test_scores_over_seeds_are_of_the_same_quantities():

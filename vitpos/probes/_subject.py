@@ -22,6 +22,7 @@ from vitpos.parts import Arrays, Parts
 
 T = TypeVar("T")
 Batch = tuple[slice, Tensor]  # places among 0..N-1, and the data set's indices there
+OWN = "timm's own"  # resize policy
 PARTS = 32  # of the images, about so many: what is lost at most when an evaluation is stopped
 COLUMNS = {  # what a sweep keeps of each image's logits
     "pred": "the decision",
@@ -343,12 +344,18 @@ class Subject:
             return f"the model does not accept {h}x{w} px ({reason.rstrip('.')}){hint}"
         return ""
 
-    def resize_policy(self, model: nn.Module | None = None) -> str:
-        """What the model does with its positions at another grid, by name; '-' if nothing depends on it."""
+    def resize_policy(self, model: Any = None) -> str:
+        """What the model does with its positions at another grid, by name; '-' if nothing depends on it. Of what timm's
+        modules hold themselves (rotary embeddings, relative positions) it is theirs: "timm's own"."""
         model = self.model if model is None else model
         if self.position_aware:
-            return vitpos.resize_policy(model)
-        return "interpolate (timm)" if getattr(model, "pos_embed", None) is not None else "-"
+            names, policies = model.position.spec.names, vitpos.resize_policy(model).split(" + ")
+            return " + ".join(OWN if name == "native" else policy for name, policy in zip(names, policies, strict=True))
+        found = ["interpolate (timm)"] if getattr(model, "pos_embed", None) is not None else []
+        inside = (name for name, _ in model.named_parameters())
+        if getattr(model, "rope", None) is not None or any("rel_pos" in n or "relative_position" in n for n in inside):
+            found.append(OWN)
+        return " + ".join(found) or "-"
 
     def with_policy(self, policy: str) -> nn.Module:
         """A copy of the model under another resize policy: same weights, and the model itself stays as it is."""

@@ -36,7 +36,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -317,11 +317,19 @@ class Attention:
             rows = [[name, *(entry[key] for key in ("anisotropy", "aliasing", "rises", "offset_only"))]
                     for name, entry in kernels.items()]  # fmt: skip
             units = {"": "", "anisotropy": "", "aliasing": "", "rises": "percent", "by offset alone": "percent"}
-            found.append(
-                table(
-                    "kernels", "The encoding's own similarity by offset", "First layer, mean over heads.", units, rows
-                )
-            )
+            note = "First layer, mean over heads."
+            if summary.get("norm_ratio"):
+                norms = (f"{summary['norm_ratio'][key]:.3g}" for key in ("value", "low", "high"))
+                note += " What is added has {} ({} to {}) times the norm of the content.".format(*norms)
+            found.append(table("kernels", "The encoding's own similarity by offset", note, units, rows))
+            decay = {
+                f"{name}, {way}": (list(range(len(line))), line)
+                for name, entry in kernels.items()
+                for way, line in _outward(entry["scaled"]).items()
+                if len(line) > 1
+            }
+            note = "Outward from offset 0 along the axes; a wave that comes back is aliasing."
+            found.append(curves("decay", "Similarity by distance", note, "offset (patches)", "similarity", decay, ""))
             panels = {name: entry["scaled"] for name, entry in kernels.items()}
             found.append(
                 maps(
@@ -395,6 +403,12 @@ def _overlap(rotation: Any, geometry: Any, prefix: int) -> Tensor:
     units = torch.eye(geometry.head_dim, dtype=torch.float64, device=device)
     turned = (rotation(unit.expand(1, geometry.heads, tokens, -1))[0, :, prefix:] for unit in units)  # [h, N, d]
     return torch.stack([(t @ t.mT).mean(0) for t in turned]).mean(0)
+
+
+def _outward(similarity: Sequence[Sequence[float]]) -> dict[str, list[float]]:
+    """From offset 0 of [2H-1][2W-1] down and to the right."""
+    h, w = len(similarity) // 2, len(similarity[0]) // 2
+    return {"down": [row[w] for row in similarity[h:]], "right": list(similarity[h][w:])}
 
 
 def _kernel(similarity: NDArray[np.float64], offset_only: float, name: str) -> dict[str, Any]:

@@ -194,15 +194,16 @@ class Factorial:
 
     def views(self, summary: dict[str, Any]) -> list[View]:
         rows = [
-            ["down" if row["offset"][0] else "right", max(row["offset"], key=abs)]
-            + [row["decisions"][name] for name in EFFECTS]
+            [*row["offset"], *(row["decisions"][name] for name in EFFECTS), row["drift"]["interaction"]]
             for row in summary["rows"]
         ]
-        heads = {"direction": "", "offset (patches)": ""} | dict.fromkeys(EFFECTS, "percent")
+        heads = {"down (patches)": "", "right (patches)": ""} | dict.fromkeys(EFFECTS, "percent")
+        heads |= {"interaction (drift)": ""}
         note = (
             "Share of decisions that change: as the image is shifted (ordinary); as it is shifted and its coordinates "
             "follow (following: tokenizer and border); by the coordinates of the shifted image (encoding); by moving "
-            "the coordinates of the unshifted image alone (coordinates)."
+            "the coordinates of the unshifted image alone (coordinates). Interaction: what the two together change of "
+            "the logits beyond each alone, over the spread of the logits."
         )
         found = [table("cells", "Tokens crossed with coordinates", note, heads, rows, brief=True)] if rows else []
         lines = {}

@@ -130,7 +130,8 @@ def resolve_sizes(sizes: Any, kind: str, native: Size, patch: Size) -> list[Size
         "entropy": "Mean entropy of the probabilities, in nats.",
         "interpolation": "How images are resized; bilinear and bicubic are antialiased.",
         "policy": "What the encoding does with positions beyond its training grid: extrapolate (coordinates run on), "
-        "interpolate (scaled into the training grid); '-' where nothing depends on it.",
+        "interpolate (scaled into the training grid), timm's own (as the model's class does it); '-' where nothing "
+        "depends on it.",
     },
 )
 class Resolution:

@@ -277,7 +277,7 @@ class Translation:
                 if columns:
                     groups[group] = _summary(columns, truth)
                 if columns and group == "phase":
-                    groups[group]["by_phase"] = _by_phase(columns, truth, arrays["patch_size"])
+                    groups[group] |= _by_phase(columns, truth, arrays["patch_size"])
             if f"{variant}/zhang/pred" in arrays:
                 groups["zhang"] = _zhang_summary(arrays, variant, truth)
             if groups:
@@ -286,9 +286,22 @@ class Translation:
 
     def views(self, summary: dict[str, Any]) -> list[View]:
         found: list[View] = []
-        pairs, fractions = [], []
+        pairs, fractions, parts, stability = [], [], [], []
         for variant, groups in summary["variants"].items():
+            stability += [
+                [variant, name, len(entry["shifts"]) - 1]
+                + [entry["consistency"][key] for key in ("pairwise", "pairwise_given_correct", "vs_reference")]
+                + [entry[key] for key in ("every", "logit_drift", "true_logit_variance")]
+                for name, entry in groups.items()
+                if name in GROUPS and "logit_drift" in entry
+            ]
             if "phase" in groups:
+                parts += [
+                    [variant, name, groups["phase"][key]["shifts"], groups["phase"][key]["accuracy"],
+                     groups["phase"][key]["vs_reference"]]
+                    for key, name in (("whole", "whole patches"), ("between", "between"))
+                    if key in groups["phase"]
+                ]  # fmt: skip
                 rows = groups["phase"]["shifts"]
                 at = [row[0] for row in rows[1:]]
                 lines = {
@@ -314,6 +327,14 @@ class Translation:
                 entry = groups["zhang"]
                 drawn = "image" if entry["per_image"] else "batch"
                 pairs.append([variant, drawn, entry["passes"], entry["accuracy"], entry["consistency"]])
+        if parts:
+            heads = {"shift": "", "along the diagonal": "", "shifts": "", "accuracy": "percent",
+                     "vs reference": "percent"}  # fmt: skip
+            note = (
+                "What is lost at whole patches is the encoding's and the border's; what is lost beyond that between "
+                "them is the tokenizer's."
+            )
+            found.append(table("phase-parts", "Shifts by whole patches and between", note, heads, parts))
         if fractions:
             heads = {"shift": "", "interpolation": "", "pixels": "", "accuracy": "percent", "vs reference": "percent"}
             note = "Along the diagonal, on a torus. Bilinear blurs; Fourier is band-limited and rings at the seam."
@@ -322,6 +343,16 @@ class Translation:
             heads = {"shift": "", "a pair for each": "", "passes": "", "accuracy": "percent", "zhang": "percent"}
             note = "Agreement of two random shifts (zhang). A constant answer has 100: read accuracy beside it."
             found.append(table("zhang", "Consistency under random shifts", note, heads, pairs))
+        if stability:
+            heads = {"shift": "", "group": "", "shifts": ""}
+            shares = ("pairwise", "pairwise given correct", "vs reference", "right at every shift")
+            heads |= dict.fromkeys(shares, "percent")
+            heads |= {"logit drift": "", "variance of the true logit": ""}
+            note = (
+                "Consistency under two of its names, also over images that are right unshifted, which a constant "
+                "answer does not inflate; and how far the logits move, whatever is decided."
+            )
+            found.append(table("stability", "What each kind of shift changes", note, heads, stability))
         return found
 
     def scores(self, arrays: Arrays, truth: NDArray[np.int64]) -> dict[str, stats.Score]:
@@ -395,24 +426,26 @@ def _summary(columns: Arrays, truth: NDArray[np.int64]) -> dict[str, Any]:
     }
 
 
-def _by_phase(columns: Arrays, truth: NDArray[np.int64], patch: NDArray[np.int64]) -> list[dict[str, Any]]:
-    """Accuracy and agreement with the reference over the other shifts of each phase (shift modulo patch)."""
+def _by_phase(columns: Arrays, truth: NDArray[np.int64], patch: NDArray[np.int64]) -> dict[str, Any]:
+    """Accuracy and agreement with the reference over the other shifts: of each phase (shift modulo patch), of those by
+    `whole` patches, and of those `between`."""
     shifts, pred = columns["shifts"][1:], columns["pred"][1:]
-    phases = shifts % patch
-    found = []
-    for phase in np.unique(phases, axis=0).tolist():
-        mine = (phases == phase).all(axis=1)
+    phases: NDArray[np.int64] = shifts % patch
+
+    def over(mine: NDArray[np.bool_]) -> dict[str, Any]:
         count = int(mine.sum())
         right, same = (pred[mine] == truth).mean(axis=0), (pred[mine] == columns["pred"][0]).mean(axis=0)
-        found.append(
-            {
-                "phase": phase,
-                "shifts": count,
-                "accuracy": stats.mean_over_images(right, count).as_dict(),
-                "vs_reference": stats.mean_over_images(same, count).as_dict(),
-            }
-        )
-    return found
+        return {
+            "shifts": count,
+            "accuracy": stats.mean_over_images(right, count).as_dict(),
+            "vs_reference": stats.mean_over_images(same, count).as_dict(),
+        }
+
+    between = np.any(phases > 0, axis=1)
+    parts = {"whole": ~between, "between": between}
+    found: dict[str, Any] = {name: over(mine) for name, mine in parts.items() if mine.any()}
+    rows = [{"phase": phase, **over((phases == phase).all(axis=1))} for phase in np.unique(phases, axis=0).tolist()]
+    return found | {"by_phase": rows}
 
 
 def _zhang_summary(arrays: Arrays, variant: str, truth: NDArray[np.int64]) -> dict[str, Any]:
