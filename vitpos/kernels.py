@@ -135,7 +135,7 @@ def rotated(x: Tensor, turn: Tensor, layout: Layout, prefix: int) -> Tensor:
 
 def backwards(turn: Tensor) -> Tensor:
     """The inverse rotation."""
-    return turn * turn.new_tensor([1.0, -1.0])
+    return torch.view_as_real(torch.view_as_complex(turn).conj_physical())
 
 
 def _turn_gradient(turn: Tensor, pairs: Sequence[tuple[Tensor, Tensor]], layout: Layout) -> Tensor:
@@ -173,7 +173,16 @@ def turns(y: Tensor, x: Tensor) -> Tensor:
 
     From H + W of each instead of H W, by the product of complex numbers.
     """
-    return _Turns.apply(y, x) if eager(y, x) else cos_sin((y.unsqueeze(-2) + x.unsqueeze(-3)).flatten(-3, -2))
+    if not eager(y, x):
+        return cos_sin((y.unsqueeze(-2) + x.unsqueeze(-3)).flatten(-3, -2))
+    return _Turns.apply(y, x) if torch.is_grad_enabled() else _turns(y, x)
+
+
+def _turns(y: Tensor, x: Tensor) -> Tensor:
+    """Heads next to each other in memory, as q and k have them."""
+    y, x = (phase.transpose(0, 1).contiguous() for phase in (y, x))  # [H | W, 1 | h, pairs]
+    of_y, of_x = (torch.complex(phase.cos(), phase.sin()) for phase in (y, x))
+    return torch.view_as_real((of_y.unsqueeze(1) * of_x).flatten(0, 1).transpose(0, 1))
 
 
 def cos_sin(phase: Tensor) -> Tensor:
@@ -184,9 +193,7 @@ def cos_sin(phase: Tensor) -> Tensor:
 class _Turns(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, x: Tensor) -> Tensor:
-        both = torch.cat([y, x], dim=1)
-        of_y, of_x = torch.polar(torch.ones_like(both), both).split([y.shape[1], x.shape[1]], dim=1)
-        turn = torch.view_as_real((of_y.unsqueeze(-2) * of_x.unsqueeze(-3)).flatten(-3, -2))
+        turn = _turns(y, x)
         ctx.save_for_backward(turn)
         ctx.sides = (y.shape[1], x.shape[1])
         return turn

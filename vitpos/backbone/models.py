@@ -5,6 +5,7 @@ Legend: B batch, T tokens = P prefix tokens followed by N patches, D width.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -129,7 +130,7 @@ class PositionMixin(Described):
         """Run the first ``depth`` blocks; also return what comes out of those in ``take``."""
         taken = []
         shared = self.position("shared_signal", pos, self.num_prefix_tokens, self.own())
-        for layer, block in enumerate(self.blocks[:depth]):
+        for layer, block in enumerate(itertools.islice(self.blocks, depth)):
             signal = self.position("told", layer, pos, shared, self.own_of(block), attn_mask, is_causal)
             told: Any = {self.signal_argument: signal}
             if self.grad_checkpointing and torch.is_grad_enabled():
