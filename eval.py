@@ -65,7 +65,7 @@ def main(cfg: DictConfig) -> None:
 
     # all of them side by side, and encodings over their seeds
     evaluation.add_differences(runs, decided, report.baselines(runs))
-    results = evaluation.add_comparison({**about, "runs": runs}, decided, cfg)
+    results = evaluation.add_comparison({**about, "encodings": evaluation.summaries(runs), "runs": runs}, decided, cfg)
     report.save(results, out, predictions=parts.pack(decided[0]) if len(models) == 1 else None)
     for one in kept:
         one.discard()

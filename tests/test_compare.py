@@ -239,7 +239,7 @@ def test_console_shows_a_row_an_encoding_and_says_what_it_is_over(results):
     assert "encodings, over seeds and 100 test images" in text
     assert "for this one model" not in text  # the models are in the files
     assert "after Holm's correction for the 12 differences" in text
-    assert "certainly within ±30 points" in text
+    assert "within ±30 points, p ≤ 0.05" in text
     assert "largest logit change between whole-patch positions" in text  # of none, the check of the measurement
     assert max(map(len, out.getvalue().splitlines())) <= 130
     partly = {**results, "runs": [*results["runs"], run("sincos2d")]}
@@ -273,6 +273,25 @@ def test_markdown_latex_and_csv_hold_the_same_numbers(results, found):
     assert (line["rank_low"], line["rank_high"], line["difference_to"]) == ("1", "1", "none") or line["rank_low"] == "1.0"  # fmt: skip  # noqa: E501
 
 
+def test_who_may_come_first(found):
+    said = {title: (may, others) for title, may, others in compare_tables.leaders(found)}
+    rope, *rest = (
+        f"{name} {tables.percent(cell(found, name)['mean']['value'])}" for name in ("rope_axial", "ape1d", "none")
+    )
+    may, others = said["home"]
+    assert may == rope
+    assert set(others.split(", ")) == set(rest)
+    undecided, lone = copy.deepcopy(found), copy.deepcopy(found)
+    for row in undecided["rows"]:
+        row["cells"]["accuracy"]["rank"] = {"value": 1, "low": 1, "high": 3, "of": 3}
+    assert compare_tables.leaders(undecided)[0][2] == ""
+    assert compare_tables.rank_text({"low": 1, "high": 3, "of": 3}) == ""  # it says nothing
+    assert compare_tables.rank_text({"low": 2, "high": 3, "of": 3}) == "rank 2–3/3"
+    for row in lone["rows"]:
+        row["cells"]["accuracy"]["rank"] = None
+    assert "home" not in dict((title, may) for title, may, _ in compare_tables.leaders(lone))
+
+
 def test_latex_escapes_what_it_would_read(found):
     odd = copy.deepcopy(found)
     odd["rows"][0]["encoding"] = r"a_b(c=10%) & $x^2$ \d"
@@ -291,6 +310,6 @@ def test_page_has_the_comparison_first_and_no_request(results, found, monkeypatc
     assert shown.index("Digits: encodings, over seeds") < shown.index("Digits: 100 test images")
     assert "Look at Δ" in shown
     assert f"Δ {tables.points(cell(found, 'rope_axial')['difference']['value'])}*" in shown
-    assert "rank 1 of 3" in shown
+    assert "rank 1/3" in shown
     assert "What another recipe would do" in shown
     assert "Look at Δ" not in report.to_html({**results, "comparison": []})

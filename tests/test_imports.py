@@ -45,7 +45,7 @@ ORDER = [
 WITHIN = {  # likewise, inside a package
     "backbone": ["parts", "native", "models", "resizing", "preserving", "loading", "attaching", "table"],
     "data": ["dataset", "batches", "splits", "files", "workers", "decoded", "digits", "cifar", "folder", "webdataset"],
-    "report": ["files", "groups", "views", "words", "compare_tables", "text", "console", "figures", "page"],
+    "report": ["files", "grouping", "views", "words", "compare_tables", "text", "console", "figures", "page"],
 }
 APART = {  # numbers only: no model code
     "stats": set(),

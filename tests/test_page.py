@@ -8,6 +8,7 @@ from madeup import results, run
 from test_compare import sweep
 
 from vitpos import compare, report
+from vitpos.report import page as report_page
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright (pip install vitpos[dev])")
@@ -21,7 +22,7 @@ def page_file(tmp_path_factory):
     found["comparison"] = compare.comparison(few)
     path = tmp_path_factory.mktemp("page") / "report.html"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(report, "drawings", lambda *_: [])  # figures take most of the time, and do not matter here
+        patch.setattr(report_page, "drawings", lambda *_: [])  # figures take most of the time, and do not matter here
         path.write_text(report.to_html(found))
     return path
 
@@ -75,6 +76,7 @@ def test_missing_numbers_stay_last(browser, page_file):
     table = page.locator("table").filter(has_text="vs reference, if right")
     cell = table.locator("tbody tr").first.locator("td").nth(3)
     cell.evaluate("cell => cell.textContent = '–'")
+    page.get_by_text("All shifts", exact=True).click()
     button = table.locator("thead th").nth(4).locator("button")
     for _ in range(2):
         button.click()
@@ -123,3 +125,33 @@ def test_phones_show_the_table_without_scrolling_the_page(browser, page_file):
     page, _ = opened(browser, page_file, viewport={"width": 390, "height": 800})
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
     assert page.locator("td[data-label='home']").first.is_visible()
+
+
+def test_phones_sort_by_a_menu_and_see_that_a_table_goes_on(browser, page_file):
+    page, heard = opened(browser, page_file, viewport={"width": 390, "height": 800})
+    names = column(page, 0)
+    menu = page.locator("select").first
+    menu.select_option("encoding")
+    assert column(page, 0) == sorted(names) != names
+    menu.select_option("home")
+    homes = list(map(float, column(page, 1)))
+    assert homes == sorted(homes, reverse=True)
+    menu.select_option("as listed")
+    assert column(page, 0) == names
+    page.get_by_text("All shifts", exact=True).click()
+    box = page.locator(".scroll").filter(has=page.get_by_text("vs reference, if right"))
+    assert "more" in box.get_attribute("class")
+    box.evaluate("box => { box.scrollLeft = box.scrollWidth }")
+    page.wait_for_function("box => !box.classList.contains('more')", arg=box.element_handle())
+    wide, _ = opened(browser, page_file, viewport={"width": 1280, "height": 800})
+    assert not wide.locator("select").first.is_visible()
+    assert wide.locator(".scroll.more").count() == 0
+    assert heard == [page_file.as_uri()]
+
+
+def test_what_a_link_leads_to_opens(browser, page_file):
+    page, _ = opened(browser, page_file)
+    table = page.locator("table").filter(has_text="vs reference, if right")
+    assert not table.is_visible()
+    page.get_by_role("link", name="all shifts").first.click()
+    assert table.is_visible()

@@ -13,7 +13,7 @@ from madeup import SHIFTS, Page, changed, interval, results, run
 from rich.console import Console
 
 from vitpos import report, stats
-from vitpos.report import figures, words
+from vitpos.report import figures, grouping, words
 
 RESULTS = results(
     run("none"), run("sincos2d", "uniform"), run("rope_axial(theta=50.0) + ape1d"), run("sincos2d"), run("ape1d")
@@ -71,9 +71,9 @@ def test_seeds_are_rows_of_their_own():
 def test_runs_measured_differently_do_not_share_a_table():
     mixed = results(run("none"), run("none", None, variant="crop", kind="upsample", data="cifar10"))
     groups = report.groups(mixed)
-    assert [(g.data, g.variant, g.kind) for g in groups] == [
-        ("cifar10", "crop", "upsample"),
-        ("digits", "canvas", "canvas"),
+    assert [(g.data, g.variant, g.kinds) for g in groups] == [
+        ("cifar10", "crop", ("upsample",)),
+        ("digits", "canvas", ("canvas",)),
     ]
     assert groups[0].columns[0].title == "accuracy"
     assert "shifted (crop)" in printed(mixed)
@@ -149,15 +149,66 @@ def test_a_size_column_shows_that_size_only(scales, shown):
         assert f"({round(24 * scale)}x{round(24 * scale)} px)" in column.note  # what "about 1.5x" was
 
 
+def with_both_kinds(encoding, policy="extrapolate"):
+    one, resized = run(encoding), run(encoding, kind="upsample")
+    one["probes"]["resolution"]["kinds"] |= resized["probes"]["resolution"]["kinds"]
+    for found in one["probes"]["resolution"]["kinds"].values():
+        for row in found["rows"]:
+            row["policy"] = policy
+    return one
+
+
+def test_a_larger_canvas_and_a_resized_image_stand_side_by_side():
+    both = results(with_both_kinds("ape1d", "interpolate"), with_both_kinds("rope_axial"), with_both_kinds("none", "-"))
+    (group,) = report.groups(both)
+    assert [c.title for c in group.columns][-4:] == ["1.5x canvas", "2x canvas", "1.5x resized", "2x resized"]
+    assert group.columns[-1].key == "resolution/upsample/48x48"
+    text = " ".join(printed(both).split())
+    assert "canvas enlarged, image resized" in text
+    assert "(resize=): interpolate: ape1d; extrapolate: rope_axial." in text
+    assert "(resize=)" not in printed(results(with_both_kinds("none", "-")))
+
+
+@pytest.mark.parametrize(("width", "parts"), [(80, 2), (130, 1), (40, 4)])
+def test_a_table_wider_than_the_console_goes_on_below(width, parts):
+    text = printed(results(with_both_kinds("ape1d"), with_both_kinds("rope_axial")), width)
+    assert max(map(len, text.splitlines())) <= width
+    assert text.count("encoding   ") == parts
+    assert sum(line.startswith("rope_axial ") for line in text.splitlines()) == parts
+
+
+def test_figures_draw_the_mean_of_seeds_and_how_far_they_lie():
+    seeds = [changed(run("ape1d", seed=seed), f"{CANVAS}.patch.accuracy", [interval(v)] * 9)
+             for seed, v in ((0, 0.2), (1, 0.3), (2, 0.7))]  # fmt: skip
+    other = run("rpb") | {"recipe": {"train": {"lr": 0.1}}}
+    one, two, alone = grouping.over_seeds([*seeds, other, other | {"recipe": {"train": {"lr": 0.2}}}])
+    assert one["seeds"] == [0, 1, 2]
+    (first, *_) = one["probes"]["translation"]["variants"]["canvas"]["patch"]["accuracy"]
+    assert (first["value"], first["low"], first["high"]) == (pytest.approx(0.4), 0.2, 0.7)
+    assert one["accuracy"]["low"] == one["accuracy"]["high"] == 0.93  # no seed differs
+    assert one["probes"]["translation"]["variants"]["canvas"]["patch"]["shifts"] == SHIFTS
+    assert "seeds" not in two  # another recipe is no other seed
+    assert two["recipe"] != alone["recipe"]
+    found = results(*seeds, run("none"))
+    position, shift, *_ = figures.drawings(found, report.groups(found)[0])
+    shown = [text.get_text() for text in position.draw(2).axes[0].texts]
+    assert shown == ["40"] * 9
+    assert "mean of seeds 0, 1, 2" in position.caption
+    assert "from the lowest seed to the highest" in shift.caption
+    assert "Bars of one seed: 95% over images" in shift.caption
+    single = results(seeds[0], run("none"))
+    assert "seed to the highest" not in figures.drawings(single, report.groups(single)[0])[1].caption
+
+
 def test_legend_holds_for_every_row_of_a_mixed_group():
     mixed = results(run("ape1d", "uniform"), run("native", None) | {"trained": False}, run("none", seed=1), run("rpb"))
     text = " ".join(words.legend(report.groups(mixed)[0]))
     for false in ("as training had it", "held-out", "one trained model", "difference to none"):
         assert false not in text
     caption = figures.drawings(mixed, report.groups(mixed)[0])[0].caption
-    assert "beside which training at home has its objects" in caption
+    assert "home, as trained, is up to a patch away" in caption
     alone = report.groups(results(run("ape1d", "uniform")))[0]
-    assert "beside which" not in figures.drawings(mixed, alone)[0].caption
+    assert "as trained" not in figures.drawings(mixed, alone)[0].caption
     curves = figures.drawings(mixed, report.groups(mixed)[0])[1]
     assert "Grey: none, none-home (trained home, seed 1)." in curves.caption
 
@@ -168,7 +219,8 @@ README = Path(__file__).parents[1] / "README.md"
 def test_markdown_is_the_readmes_table():
     text = report.to_markdown(RESULTS)
     lines = text.splitlines()
-    assert "\n".join(lines[:2]) in README.read_text()
+    both = report.to_markdown(results(with_both_kinds("ape1d"), with_both_kinds("none"))).splitlines()
+    assert "\n".join(both[:2]) in README.read_text()
     assert lines[2] == (
         "| `ape1d` | home | 93.0 (86.3–96.6) | 50.0 (40.4–59.6) | 15.0 (9.3–23.3) | 50.0 (40.4–59.6) "
         "| 61.0 (51.2–70.0) | 37.0 (28.2–46.8) |"
@@ -366,10 +418,12 @@ def test_what_a_new_probe_shows_is_drawn_without_knowing_it(tmp_path):
     page = (tmp_path / "report.html").read_text()
     text = " ".join(re.sub(r"<[^>]+>", " ", page[: page.rindex("What this does not show")]).split())
     table = text[text.rindex("A table of its own") :]
-    assert "ape1d home 2x2 75.0 65.7 to 82.5 ape1d home 4x4 –" in table
-    assert "none home 2x2 25.0 17.5 to 34.3" in table
+    assert "ape1d trained home 2x2 75.0 65.7 to 82.5 ape1d trained home 4x4 –" in table
+    assert "none trained home 2x2 25.0 17.5 to 34.3" in table
     assert {"Curves of its own", "Maps of its own"} <= set(re.findall(r"<strong>(.*?)</strong>", page))
-    assert "not measured (none): other, part: it has no patches" in text
+    assert "not measured: part of other: it has no patches" in text  # by none of them
+    partly = results(result["runs"][0], changed(result["runs"][1], "probes.other.part", {}))
+    assert "not measured (none): part of other" in " ".join(printed(partly).split())
     assert "A table of its own" in printed(result)
     result["runs"][0]["probes"]["mine"]["views"][0]["brief"] = False
     for one in result["runs"][1:]:
@@ -377,6 +431,34 @@ def test_what_a_new_probe_shows_is_drawn_without_knowing_it(tmp_path):
     assert "A table of its own" not in printed(result)
     report.save(results(run("none")), tmp_path)  # figures of an earlier evaluation go
     assert not list((tmp_path / "figures").glob("probe-*"))
+
+
+def test_a_series_has_one_colour_in_all_panels_though_some_lack_another():
+    first, second = shown_run("ape1d", 0.5), shown_run("none", 0.5)
+    lines = second["probes"]["mine"]["views"][1]["series"]
+    del lines[0]
+    found = results(first, second)
+    curves = next(d for d in figures.drawings(found, report.groups(found)[0]) if d.title == "Curves of its own")
+    figure = curves.draw(2)
+    drawn = [[bars.lines[0].get_color() for bars in axis.containers] for axis in figure.axes]
+    assert [len(colours) for colours in drawn] == [2, 1]
+    assert drawn[1] == drawn[0][1:]
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["row", "column"]
+
+
+def test_the_page_says_what_was_tested():
+    home = " ".join(report.to_html(results(run("none"), run("ape1d"))).split())
+    both = " ".join(report.to_html(results(run("none"), run("ape1d", "uniform"))).split())
+    assert "100 test images of digits, 24x24 pixels in patches of 4x4; always answering" in home
+    assert "right on 10.0%. Trained home: with objects in the top left corner only" in home
+    assert "none of these models is a control trained at uniform placement" in home
+    assert "the control trained at uniform placement says how much" in both
+    assert "Trained uniform: with objects anywhere" in both
+    few = shown_run("ape1d", 0.5)
+    few["probes"]["mine"]["images_used"] = 64
+    assert "What it means. On 64 images." in report.to_html(results(few))
+    assert "On 64 images" not in report.to_html(results(shown_run("ape1d", 0.5)))
 
 
 def test_other_options_of_a_probe_are_another_measurement():

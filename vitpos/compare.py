@@ -214,7 +214,7 @@ def _compared(
     if fewest > 0 and significance.smallest_p(fewest) > significance.ALPHA:
         remarks.append(
             f"Without the assumption that seeds are about normal, p below 0.05 is not attainable with {fewest} seeds: "
-            f"their signs alone give {significance.smallest_p(fewest):.2g} at best"
+            f"their signs alone give {significance.smallest_p(fewest):.2g} at best."
         )
     return {
         "data": group.data,

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from importlib.metadata import version
@@ -41,7 +41,7 @@ from vitpos.composition import Position
 from vitpos.config import MOVABLE
 from vitpos.data.decoded import INTERPOLATIONS
 from vitpos.parts import Parts, Processes
-from vitpos.spec import nearest
+from vitpos.spec import REGISTRY, nearest, parse
 
 WEIGHTS = "last.safetensors"
 KINDS: dict[str, tuple[type, ...]] = {  # of the keys of configs/eval.yaml
@@ -363,6 +363,15 @@ def add_differences(
     tested = [row["difference"] for run in runs for row in run.get("difference_to_none", {}).get("rows", [])]
     for difference, p in zip(tested, significance.holm([difference["p"] for difference in tested])):
         difference["p_holm"] = float(p)
+
+
+def summaries(runs: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """What each encoding of the runs is, in a line; without those that are not installed here."""
+    found: dict[str, str] = {}
+    for text in {run["encoding"] for run in runs}:
+        with suppress(ValueError):
+            found |= {term.name: REGISTRY[term.name].summary for term in parse(text).terms}
+    return dict(sorted(found.items()))
 
 
 def add_comparison(

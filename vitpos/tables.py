@@ -24,7 +24,7 @@ class Table:
 
 
 def percent(value: float) -> str:
-    return f"{100 * value:.1f}"
+    return f"{100 * value:.1f}".replace("-", "\N{MINUS SIGN}")
 
 
 def points(value: float) -> str:

@@ -199,9 +199,12 @@ class Factorial:
         ]
         heads = {"down (patches)": "", "right (patches)": ""} | dict.fromkeys(EFFECTS, "percent")
         heads |= {"interaction (drift)": ""}
+        parts = (
+            "as the image is shifted (ordinary); as it is shifted and its coordinates follow (following: tokenizer and "
+            "border); by the coordinates of the shifted image (encoding)"
+        )
         note = (
-            "Share of decisions that change: as the image is shifted (ordinary); as it is shifted and its coordinates "
-            "follow (following: tokenizer and border); by the coordinates of the shifted image (encoding); by moving "
+            f"Share of decisions that change: {parts}; by moving "
             "the coordinates of the unshifted image alone (coordinates). Interaction: what the two together change of "
             "the logits beyond each alone, over the spread of the logits."
         )
@@ -216,7 +219,7 @@ class Factorial:
         if lines:
             found.append(
                 curves(
-                    "drift", "The parts of a shift", "Drift of the logits relative to their spread, by offset. " + note,
+                    "drift", "The parts of a shift", f"Drift of the logits relative to their spread: {parts}.",
                     "offset (patches)", "relative drift", lines, "",
                 )
             )  # fmt: skip

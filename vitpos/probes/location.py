@@ -236,20 +236,20 @@ class Location:
         rows = [[layer["layer"], layer["row"], layer["column"], layer["selectivity"], layer["cells"],
                  layer["position_share"]] for layer in trained]  # fmt: skip
         note = (
-            "R^2 of a linear decoder of each token's place, on images it has not seen, and beside it the same from a "
+            "R² of a linear decoder of each token's place, on images it has not seen, and beside it the same from a "
             "network of random weights, from these weights without their encoding, and from the pixels of the patch. "
             "Above the nulls it is knowledge of the place that training and encoding put there."
         )
         return [
-            curves("decoding", "Where a token is, read off it", note, "layer", "R^2", lines, ""),
+            curves("decoding", "Where a token is, read off it", note, "layer", "R²", lines, ""),
             curves(
                 "share", "Share of the tokens' variance that their place explains",
                 "Eta squared, by layer: its fall with depth is the dilution of the position.", "layer", "share (%)",
                 shares, "percent",
             ),
             table(
-                "layers", "Location by layer", "Selectivity: mean R^2 above the largest null. " + note,
-                {"layer": "", "row R^2": "", "column R^2": "", "selectivity": "", "cells right": "percent",
+                "layers", "Location by layer", "Selectivity: mean R² above the largest null. " + note,
+                {"layer": "", "row R²": "", "column R²": "", "selectivity": "", "cells right": "percent",
                  "position share": "percent"}, rows,
             ),
         ]  # fmt: skip

@@ -16,7 +16,7 @@ from typing import Any
 from vitpos.report.console import print_table
 from vitpos.report.figures import FIGURE, drawings
 from vitpos.report.files import SCHEMA, read, to_json, write
-from vitpos.report.groups import Group, baselines, groups, setup
+from vitpos.report.grouping import Group, baselines, groups, setup
 from vitpos.report.page import to_html
 from vitpos.report.text import to_csv, to_latex, to_markdown
 

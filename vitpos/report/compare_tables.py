@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from vitpos.report.grouping import Group
 from vitpos.tables import Table, marks, percent, points, span
 
 Comparison = dict[str, Any]
@@ -17,6 +18,12 @@ def heading(found: Comparison) -> str:
 
 def placed(found: Comparison) -> bool:
     return any(row["placement"] for row in found["rows"])
+
+
+def covers(results: dict[str, Any], index: int, group: Group) -> bool:
+    """Whether every model of a group stands in a row of its comparison."""
+    rows = [row for one in results.get("comparison", []) if one["group"] == index for row in one["rows"]]
+    return sum(len(row["runs"]) for row in rows) == len(group.runs)
 
 
 def equivalent(difference: dict[str, Any]) -> bool:
@@ -37,14 +44,33 @@ def lines(cell: dict[str, Any] | None) -> list[str]:
     if difference := cell["difference"]:
         found.append(f"Δ {points(difference['value'])}{sign(difference)}")
         found.append(f"{points(difference['low'])} to {points(difference['high'])}")
-    if rank := cell["rank"]:
-        found.append(rank_text(rank))
+    if rank := rank_text(cell["rank"]):
+        found.append(rank)
     return found
 
 
-def rank_text(rank: dict[str, Any]) -> str:
+def leaders(found: Comparison) -> list[tuple[str, str, str]]:
+    """For each column: its title, the encodings that may have the highest mean, and those that do not; best first."""
+    said = []
+    for metric in found["metrics"]:
+        cells = [(row["encoding"], row["cells"].get(metric["key"])) for row in found["rows"]]
+        ranked = sorted(((cell["mean"]["value"], name, cell["rank"]) for name, cell in cells if cell and cell["rank"]),
+                        key=lambda entry: -entry[0])  # fmt: skip
+        if len({rank["of"] for *_, rank in ranked}) == 1 and len(ranked) == ranked[0][2]["of"]:
+            may, not_ = (
+                ", ".join(f"{name} {percent(value)}" for value, name, rank in ranked if (rank["low"] == 1) == first)
+                for first in (True, False)
+            )
+            said.append((metric["title"], may, not_))
+    return said
+
+
+def rank_text(rank: dict[str, Any] | None) -> str:
+    """Empty where it could be any."""
+    if rank is None or (rank["low"], rank["high"]) == (1, rank["of"]):
+        return ""
     possible = str(rank["low"]) if rank["low"] == rank["high"] else f"{rank['low']}–{rank['high']}"
-    return f"rank {possible} of {rank['of']}"
+    return f"rank {possible}/{rank['of']}"
 
 
 def heads(found: Comparison) -> list[str]:
@@ -75,15 +101,17 @@ def explained(found: Comparison) -> list[str]:
         text.append(
             f"Δ: difference to {found['baseline']} in points, paired by seed and image, with its interval. "
             "* p ≤ 0.05, ** 0.01, *** 0.001, after Holm's correction for the "
-            f"{found['tests']} differences of this table; intervals are for each alone."
+            f"{found['tests']} differences of this table; intervals are for each alone. Differences to another "
+            "encoding: the same command with compare.baseline=NAME."
         )
         if found["margin"]:
-            text.append(f"≈: certainly within ±{100 * found['margin']:g} points (two one-sided tests, after Holm).")
+            text.append(f"≈: within ±{100 * found['margin']:g} points, p ≤ 0.05 by two one-sided tests, after Holm.")
         text.append("No star is no proof of equality: with few seeds only large differences can be seen.")
     if any(cell["rank"] for row in found["rows"] for cell in row["cells"].values()):
         text.append(
             "rank: the ranks that an encoding can have among those of its architecture, epochs and placement, 1 the "
-            "highest mean; 95% for all of them together."
+            "highest mean; 95% for all encodings of a column together, corrected over its pairs. Stars are corrected "
+            "over the whole table, so that a difference may decide a rank and have none. No rank: it may have any."
         )
     return text + found["remarks"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,10 +11,10 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from vitpos.report.compare_tables import explained, heading, lines
-from vitpos.report.groups import Interval, base_name, groups
+from vitpos.report.compare_tables import covers, explained, heading, lines
+from vitpos.report.grouping import Group, Interval, base_name, groups
 from vitpos.report.views import Shown, shown, views
-from vitpos.report.words import certificates, legend, remarks, title
+from vitpos.report.words import certificates, legend, policies, remarks, title
 from vitpos.tables import percent, span
 
 
@@ -22,31 +23,53 @@ def print_table(results: dict[str, Any], console: Console | None = None) -> None
     console = console or Console()
     found = groups(results)
     for comparison in results.get("comparison", []):
-        _print_comparison(comparison, console)
-    compared = {one["group"]: sum(len(row["runs"]) for row in one["rows"]) for one in results.get("comparison", [])}
+        _print_comparison(comparison, found[comparison["group"]], console)
     for index, group in enumerate(found):
-        if compared.get(index) == len(group.runs):  # every model stands in a row above; the files have each
+        if covers(results, index, group):  # the files have each model
             _print_lines((*certificates(group), *remarks(group)), console)
             continue
         seeds = len({run["seed"] for run in group.runs}) > 1
-        table = _rich_table(title(group))
-        widths = [max(9, *map(len, column.title.split())) for column in group.columns]  # headings break at blanks
-        room = console.width - sum(width + 2 for width in widths)
-        table.add_column("encoding", overflow="fold", max_width=max(room, 8))
-        for column, width in zip(group.columns, widths):
-            table.add_column(column.title, justify="right", width=width)
+        rows = []
         for run in group.runs:
             trained = f"trained {run['placement']}" if group.placed and run["placement"] else ""
-            below = ", ".join(filter(None, (trained, f"seed {run['seed']}" if seeds else "")))
-            table.add_row(
-                _console_lines([base_name(run), below]), *(_console_cell(column.pick(run)) for column in group.columns)
-            )
-        console.print(table)
+            below = [trained, f"seed {run['seed']}" if seeds else ""]
+            rows.append([_lines([base_name(run), *below]), *(_cell(column.pick(run)) for column in group.columns)])
+        _print_wide(title(group), [column.title for column in group.columns], rows, 9, console)
         _print_lines((*legend(group), *certificates(group), *remarks(group)), console)
         for own in views(group, "table"):
             if own.view["brief"]:
-                console.print(_console_table(own, seeds))
+                console.print(_own_table(own, seeds))
                 console.print()
+
+
+def _print_comparison(comparison: dict[str, Any], group: Group, console: Console) -> None:
+    """One row an encoding, over its seeds."""
+    metrics = comparison["metrics"]
+    rows = []
+    for row in comparison["rows"]:
+        trained = f"trained {row['placement']}" if row["placement"] else ""
+        below = [row["apart"], trained, f"{len(row['seeds'])} seeds"]
+        cells = [lines(row["cells"].get(metric["key"])) for metric in metrics]
+        rows.append([_lines(cell) for cell in ([row["encoding"], *below], *cells)])
+    _print_wide(heading(comparison), [metric["title"] for metric in metrics], rows, 11, console)
+    notes = [f"{metric['title']}: {metric['note']}." for metric in metrics if metric["note"]]
+    _print_lines((*notes, *explained(comparison), *policies(group)), console)
+
+
+def _print_wide(name: str, heads: list[str], rows: list[list[Text]], least: int, console: Console) -> None:
+    """A table with a first column of encodings, in parts below each other where it is wider than the console."""
+    widths = [max(least, *map(len, head.split())) + 2 for head in heads]  # headings break at blanks
+    fit = max(1, (console.width - 14) // max(widths))
+    size = math.ceil(len(heads) / math.ceil(len(heads) / fit))
+    for start in range(0, len(heads), size):
+        part = slice(start, start + size)
+        table = _rich_table("" if start else name)
+        table.add_column("encoding", overflow="fold", max_width=console.width - sum(widths[part]))
+        for head, width in zip(heads[part], widths[part]):
+            table.add_column(head, justify="right", width=width - 2)
+        for first, *cells in rows:
+            table.add_row(first, *cells[part])
+        console.print(table)
 
 
 def _print_lines(lines: Iterable[str], console: Console) -> None:
@@ -55,24 +78,7 @@ def _print_lines(lines: Iterable[str], console: Console) -> None:
     console.print()
 
 
-def _print_comparison(comparison: dict[str, Any], console: Console) -> None:
-    """One row an encoding, over its seeds."""
-    metrics = comparison["metrics"]
-    widths = [max(11, *map(len, metric["title"].split())) for metric in metrics]
-    table = _rich_table(heading(comparison))
-    table.add_column("encoding", overflow="fold", max_width=max(console.width - sum(width + 2 for width in widths), 8))
-    for metric, width in zip(metrics, widths):
-        table.add_column(metric["title"], justify="right", width=width)
-    for row in comparison["rows"]:
-        trained = f"trained {row['placement']}" if row["placement"] else ""
-        below = ", ".join(filter(None, (row["apart"], trained, f"{len(row['seeds'])} seeds")))
-        cells = [lines(row["cells"].get(metric["key"])) for metric in metrics]
-        table.add_row(*(_console_lines(cell) for cell in ([row["encoding"], below], *cells)))
-    console.print(table)
-    _print_lines(explained(comparison), console)
-
-
-def _console_lines(cell: list[str]) -> Text:
+def _lines(cell: list[str]) -> Text:
     """The first line bold, the others dim."""
     return Text.assemble((cell[0], "bold"), *(("\n" + line, "dim") for line in cell[1:] if line))
 
@@ -84,7 +90,7 @@ def _rich_table(title: str) -> RichTable:
     )  # fmt: skip
 
 
-def _console_table(found: Shown, seeds: bool) -> RichTable:
+def _own_table(found: Shown, seeds: bool) -> RichTable:
     """A probe's own table: the runs one below another."""
     table = _rich_table(found.view["title"])
     table.add_column("encoding", overflow="fold")
@@ -100,7 +106,7 @@ def _console_table(found: Shown, seeds: bool) -> RichTable:
     return table
 
 
-def _console_cell(interval: Interval | None) -> Text:
+def _cell(interval: Interval | None) -> Text:
     if interval is None:
         return Text("-", style="dim")
     return Text.assemble((percent(interval["value"]), "bold"), "\n", (span(interval), "dim"))

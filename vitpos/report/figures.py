@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import io
 import itertools
@@ -16,7 +17,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
-from vitpos.report.groups import Group, Interval, Run, base_name, baseline, shifts_of, sizes_of, which
+from vitpos.report.grouping import Group, Interval, Run, base_name, over_seeds, shifts_of, sizes_of, which
 from vitpos.report.views import Shown, views
 
 # Okabe-Ito without black and yellow, and two more that stay apart under the common colour-vision deficiencies.
@@ -85,8 +86,8 @@ class Drawing:
 
 
 def _panels(count: int, columns: int, width: float, height: float, **kwargs: Any) -> tuple[Figure, list[Any]]:
-    columns = min(columns, count)
     rows = math.ceil(count / columns)
+    columns = math.ceil(count / rows)  # rows of about one length
     figure = Figure(figsize=(columns * width, rows * height), layout="constrained")
     axes = list(figure.subplots(rows, columns, squeeze=False, **kwargs).flat)
     for unused in axes[count:]:
@@ -96,21 +97,44 @@ def _panels(count: int, columns: int, width: float, height: float, **kwargs: Any
 
 def _run_title(run: Run, group: Group) -> str:
     extra = [f"trained {run['placement']}"] if run["placement"] else []
-    extra += [f"seed {run['seed']}"] if len({r["seed"] for r in group.runs}) > 1 else []
+    if "seeds" in run:
+        extra.append(f"{len(run['seeds'])} seeds")
+    elif len({r["seed"] for r in group.runs}) > 1:
+        extra.append(f"seed {run['seed']}")
     return base_name(run) + ("\n" + ", ".join(extra) if extra else "")
 
 
+def _mean_of(group: Group) -> str:
+    """ ", mean of seeds 0, 1, 2" where runs are drawn together."""
+    drawn = dict.fromkeys(", ".join(map(str, run["seeds"])) for run in group.runs if "seeds" in run)
+    return f", mean of seeds {' or '.join(drawn)}" if drawn else ""
+
+
+def _seeds(group: Group, kind: str = "curves") -> str:
+    bars = "; bars: from the lowest seed to the highest" if kind == "curves" else ""
+    return f"{means[2:].capitalize()}{bars}. " if (means := _mean_of(group)) else ""
+
+
+def _key(group: Group) -> str:
+    """How to read lines and bars."""
+    lines = "Dashed: the control trained at uniform placement. " * any(r["placement"] == "uniform" for r in group.runs)
+    lines += _seeds(group)
+    if reference := _baseline(group):
+        lines += f"Grey: none{'' if 'seeds' in reference else ', ' + which(reference)}. "
+    if any("seeds" not in run for run in group.runs):
+        lines += f"Bars{' of one seed' * bool(_seeds(group))}: 95% over images, for that model. "
+    return f"{lines}Dotted: what always answering the most frequent class reaches."
+
+
+def _baseline(group: Group) -> Run | None:
+    return next((run for run in group.runs if base_name(run) == "none"), None)
+
+
 def drawings(results: dict[str, Any], group: Group, prefix: str = "") -> list[Drawing]:
-    """The figures of one group of runs."""
+    """The figures of one group of runs; those that differ in nothing but the seed are drawn as their mean."""
     look = styles(results)
-    key = (
-        "Dashed: the control trained at uniform placement. "
-        if any(r["placement"] == "uniform" for r in group.runs)
-        else ""
-    )
-    grey = baseline(group)
-    key += f"Grey: none, {which(grey)}. " if grey else ""
-    key += "Bars: 95% over images, for that model."
+    group = dataclasses.replace(group, runs=over_seeds(group.runs))
+    key = _key(group)
     homes = any(run["placement"] == "home" for run in group.runs)
     found = []
     if group.variant:
@@ -120,8 +144,12 @@ def drawings(results: dict[str, Any], group: Group, prefix: str = "") -> list[Dr
                 f"{prefix}position",
                 "Accuracy by position",
                 f"{moved}, in pixels: whole patches only. One square is one position, its number the accuracy in "
-                + "percent; the outlined one is the reference"
-                + (", beside which training at home has its objects" if homes else "")
+                f"percent{_mean_of(group)}; the outlined one is the reference"
+                + (
+                    ", with the object in the very corner (home, as trained, is up to a patch away from it)"
+                    if homes
+                    else ""
+                )
                 + ". A model that generalises over position has one colour throughout; bright is accurate.",
                 lambda columns: _heat_maps(group, columns),
                 5,
@@ -160,7 +188,7 @@ def drawings(results: dict[str, Any], group: Group, prefix: str = "") -> list[Dr
         for view in views(group, kind):
             found.append(
                 Drawing(
-                    f"{prefix}{view.name}", view.view["title"], view.view["note"],
+                    f"{prefix}{view.name}", view.view["title"], f"{view.note} {_seeds(group, kind)}".strip(),
                     functools.partial(draw[kind], group, view), columns,
                 )
             )  # fmt: skip
@@ -170,23 +198,30 @@ def drawings(results: dict[str, Any], group: Group, prefix: str = "") -> list[Dr
 def _probe_curves(group: Group, found: Shown, columns: int) -> Figure:
     """One panel a run, one line a series."""
     figure, axes = _panels(len(found.runs), columns, 3.3 if columns > 1 else 4.2, 2.6, sharex=True, sharey=True)
+    names = list(dict.fromkeys(line["name"] for _, view in found.runs for line in view["series"]))
+    drawn: dict[str, Any] = {}
     scale = 100 if found.view["unit"] == "percent" else 1
     for axis, (run, view) in zip(axes, found.runs):
-        for i, line in enumerate(view["series"]):
+        for line in view["series"]:
+            i = names.index(line["name"])
             points = [(x, y) for x, y in zip(line["x"], line["y"]) if y is not None]
             value = [scale * (y["value"] if isinstance(y, dict) else y) for _, y in points]
             bars = [[scale * abs(y["value"] - y[end]) if isinstance(y, dict) else 0 for _, y in points]
                     for end in ("low", "high")]  # fmt: skip
-            axis.errorbar(
+            drawn[line["name"]] = axis.errorbar(
                 [x for x, _ in points], value, bars, color=PALETTE[i % len(PALETTE)], marker=MARKERS[i % len(MARKERS)],
-                markersize=4, elinewidth=1, linewidth=1.6, label=line["name"],
+                markersize=4, elinewidth=1, linewidth=1.6,
             )  # fmt: skip
         axis.set(title=_run_title(run, group))
         if any(isinstance(x, str) for line in view["series"] for x in line["x"]):
             axis.tick_params(axis="x", labelrotation=60)
         axis.label_outer()
-    if len(found.view["series"]) > 1:
-        axes[0].legend(fontsize=7.5, framealpha=0.6)
+    if len(names) > 1:
+        shown = [name for name in names if name in drawn]
+        figure.legend(
+            [drawn[name] for name in shown], shown, loc="outside upper left", fontsize=9, frameon=False,
+            ncols=3 if columns > 1 else 2,
+        )  # fmt: skip
     figure.supxlabel(found.view["x"], fontsize=10)
     figure.supylabel(found.view["y"], fontsize=10)
     return figure
@@ -277,7 +312,7 @@ def _curves(
     encodings = list(dict.fromkeys(base_name(run) for run in group.runs))
     width = 3.3 if columns > 1 else 4.2
     figure, axes = _panels(len(encodings), columns, width, 2.35, sharex=True, sharey=True)
-    reference = baseline(group)
+    reference = _baseline(group)
     for axis, encoding in zip(axes, encodings):
         if reference is not None and encoding != "none":
             _curve(axis, curves(reference)["line"], GREY, "", "-", width=1.2)
@@ -287,6 +322,7 @@ def _curves(
             _curve(axis, found["line"], colour, marker, "--" if run["placement"] == "uniform" else "-")
             if run["placement"] != "uniform":
                 _curve(axis, found.get("hollow", []), colour, marker, "", hollow=True)
+        axis.axhline(100 * group.runs[0]["majority_class"], color=GREY, linewidth=1, linestyle=":")
         axis.set(title=encoding, ylim=(0, 102))
         axis.label_outer()
     figure.supxlabel(label, fontsize=10)

@@ -7,12 +7,12 @@ from typing import Any
 
 import jinja2
 
-from vitpos.report.compare_tables import explained, heading, placed, rank_text, sign
+from vitpos.report.compare_tables import covers, explained, heading, leaders, rank_text, sign
 from vitpos.report.figures import drawings, styles
 from vitpos.report.files import SCHEMA
-from vitpos.report.groups import Group, Run, compared_with, difference, groups, sizes_of
+from vitpos.report.grouping import Group, Run, compared_with, difference, groups, sizes_of
 from vitpos.report.views import shown, views
-from vitpos.report.words import certificates, legend, remarks, title
+from vitpos.report.words import about, certificates, legend, policies, remarks, title
 from vitpos.tables import marks, percent, points, span
 
 
@@ -26,7 +26,13 @@ def to_html(results: dict[str, Any]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    filters: dict[str, Any] = {"percent": percent, "span": span, "points": points, "compared_with": compared_with}
+    filters: dict[str, Any] = {
+        "percent": percent,
+        "span": span,
+        "points": points,
+        "compared_with": compared_with,
+        "trained": trained,
+    }
     filters |= {"shown": shown, "marks": marks, "sign": sign, "rank_text": rank_text}
     environment.filters |= filters
     look = styles(results)
@@ -37,14 +43,16 @@ def to_html(results: dict[str, Any]) -> str:
             definitions.setdefault(name, probe["definitions"])
     return environment.get_template("report.html").render(
         results=results,
-        groups=[_page_group(results, group, f"g{i}-") for i, group in enumerate(found)],
+        groups=[_page_group(results, group, i) for i, group in enumerate(found)],
         colours={name: colour for name, (colour, _) in look.items()},
         comparisons=[
             {
                 "title": heading(one),
-                "placed": placed(one),
+                "about": about(found[one["group"]]),
+                "leaders": leaders(one),
+                "seeds": min(len(row["seeds"]) for row in one["rows"]),
                 **one,
-                "legend": explained(one),
+                "legend": [*explained(one), *policies(found[one["group"]])],
             }
             for one in results.get("comparison", [])
         ],
@@ -53,10 +61,10 @@ def to_html(results: dict[str, Any]) -> str:
     )
 
 
-def _page_group(results: dict[str, Any], group: Group, prefix: str) -> dict[str, Any]:
+def _page_group(results: dict[str, Any], group: Group, index: int) -> dict[str, Any]:
     figures = [
         {"title": d.title, "caption": d.caption, "wide": d.svg(d.columns), "narrow": d.svg(2 if d.columns == 5 else 1)}
-        for d in drawings(results, group, prefix)
+        for d in drawings(results, group, f"g{index}-")
     ]
     sizes = []
     for kind in ("canvas", "upsample"):
@@ -71,6 +79,7 @@ def _page_group(results: dict[str, Any], group: Group, prefix: str) -> dict[str,
             )
     return {
         "title": title(group),
+        "about": about(group),
         "data": group.data,
         "images": group.images,
         "placed": group.placed,
@@ -84,8 +93,16 @@ def _page_group(results: dict[str, Any], group: Group, prefix: str) -> dict[str,
         "sizes": sizes,
         "shifts": [row for run in group.runs for row in _shift_rows(run)],
         "tables": views(group, "table"),
+        "covered": covers(results, index, group),
         "compared": any(compared_with(run) for run in group.runs),
     }
+
+
+def trained(run: Run, seeds: bool) -> str:
+    """What stands below a model's encoding, in small."""
+    return ", ".join(
+        [*([f"trained {run['placement']}"] if run["placement"] else []), *([f"seed {run['seed']}"] if seeds else [])]
+    )
 
 
 def _shift_rows(run: Run) -> list[dict[str, Any]]:

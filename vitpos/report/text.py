@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from vitpos.report.compare_tables import records, table
-from vitpos.report.groups import Group, base_name, groups
+from vitpos.report.grouping import Group, base_name, groups
 from vitpos.report.words import title
 from vitpos.tables import Table, csv, latex, markdown, percent, span
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from vitpos.report.groups import Group, Run
+from vitpos.report.grouping import Group, Run
 from vitpos.tables import percent
 
 
@@ -16,6 +16,13 @@ class Shown:
     probe: str
     view: dict[str, Any]
     runs: list[tuple[Run, dict[str, Any]]]
+
+    @property
+    def note(self) -> str:
+        """What to see; and the number of images, where a probe took some of them."""
+        used = {run["probes"][self.probe].get("images_used", run["images"]) for run, _ in self.runs}
+        on = f" On {min(used)} images." if used != {run["images"] for run, _ in self.runs} else ""
+        return f"{self.view['note']}{on}"
 
     @property
     def name(self) -> str:
@@ -46,4 +53,4 @@ def shown(value: Any, unit: str) -> tuple[str, str]:
 def _number(value: float, unit: str) -> str:
     if unit == "percent":
         return percent(value)
-    return str(value) if isinstance(value, int) else f"{value:.3g}"
+    return (str(value) if isinstance(value, int) else f"{value:.3g}").replace("-", "\N{MINUS SIGN}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from vitpos.report.groups import Group, base_name, compared_with, decided, row_at_scale, shifts_of
+from vitpos.report.grouping import Group, base_name, compared_with, decided, setup, shifts_of, sizes_of
 from vitpos.tables import percent, span
 
 
@@ -13,13 +13,34 @@ def title(group: Group) -> str:
     shift = {"canvas": "object moved on its canvas", "crop": "image shifted over black", "circular": "image rolled"}
     size = {"canvas": "canvas enlarged", "upsample": "image resized"}
     data = f"{group.data} ({group.apart})" if group.apart else group.data
-    parts = [f"{data}: {group.images} test images", shift.get(str(group.variant)), size.get(str(group.kind))]
+    parts = [
+        f"{data}: {group.images} test images",
+        shift.get(str(group.variant)),
+        *(size[kind] for kind in group.kinds),
+    ]
     return ", ".join(part for part in parts if part)
+
+
+def about(group: Group) -> str:
+    """The images, what training saw of them, and what a constant answer reaches."""
+    run = group.runs[0]
+    h, w = run["image_size"]
+    patch = setup(run)["patch_size"]
+    text = f"{group.images} test images of {group.data}, {h}x{w} pixels"
+    text += f" in patches of {patch[0]}x{patch[1]}" if patch else ""
+    text += f"; always answering the most frequent class is right on {percent(run['majority_class'])}%."
+    places = {run["placement"] for run in group.runs}
+    if "home" in places:
+        text += " Trained home: with objects in the top left corner only, within a patch of it."
+    if "uniform" in places:
+        text += " Trained uniform: with objects anywhere on the canvas."
+    return text
 
 
 def legend(group: Group) -> list[str]:
     """What the columns and intervals are over, and what not to conclude."""
     lines = [f"{column.title}: {column.note}." for column in group.columns]
+    lines += policies(group)
     lines += [
         f"All in percent, on {group.images} test images. Each interval is 95% over images, for this one model "
         "(positions of one image are not independent: clustered by image).",
@@ -32,28 +53,45 @@ def legend(group: Group) -> list[str]:
             "A star at a difference: McNemar's exact test of these two models, p ≤ 0.05 after Holm's correction for "
             "all differences of this evaluation (** 0.01, *** 0.001)."
         )
-    if any(row_at_scale(run, group.kind, 2.0) and compared_with(run) for run in group.runs):
+    if group.kinds and any(compared_with(run) for run in group.runs):
         lines.append("Larger sizes change more than positions: read them as the difference to none on the same images.")
     return lines
 
 
+def policies(group: Group) -> list[str]:
+    """What each encoding did with positions beyond its training grid: one line, or none."""
+    found: dict[str, dict[str, None]] = {}
+    for run in group.runs:
+        for kind in group.kinds:
+            policy = sizes_of(run, kind)[0]["policy"]
+            found.setdefault(policy, {})[base_name(run)] = None
+    known = [f"{policy}: {', '.join(names)}" for policy, names in found.items() if policy != "-"]
+    if not known:
+        return []
+    return [
+        "At larger sizes each encoding has places that training had not. What it does there decides much, and can be "
+        f"chosen (resize=): {'; '.join(known)}."
+    ]
+
+
 def certificates(group: Group) -> list[str]:
     """How far `none` is from exact invariance: certain in theory, so it checks the measurement itself."""
-    lines = []
-    for run in group.runs:
-        patch = shifts_of(run).get("patch")
-        if base_name(run) == "none" and patch and group.variant in ("canvas", "circular"):
-            change = patch["logit_change"]
-            lines.append(
-                f"none (seed {run['seed']}): largest logit change between whole-patch positions "
-                f"{change['largest']:.1e}; {change['differing_decisions']} of {change['decisions']} decisions differ"
-            )
-    return lines
+    runs = [run for run in group.runs if base_name(run) == "none" and shifts_of(run).get("patch")]
+    if not runs or group.variant not in ("canvas", "circular"):
+        return []
+    seeds = ", ".join(str(run["seed"]) for run in runs)
+    found = [shifts_of(run)["patch"]["logit_change"] for run in runs]
+    differing, decisions = (sum(change[key] for change in found) for key in ("differing_decisions", "decisions"))
+    return [
+        f"none (seed {seeds}): largest logit change between whole-patch positions "
+        f"{max(change['largest'] for change in found):.1e}; {differing} of {decisions} decisions differ"
+    ]
 
 
 def remarks(group: Group) -> list[str]:
     """Why cells are empty, and what else a row needs said."""
     found: dict[str, None] = {}
+    lacking: dict[str, dict[str, None]] = {}
     for run in group.runs:
         if not run["trained"]:
             found[f"{base_name(run)} ({run['label']}): random weights, never trained; its accuracy means nothing"] = (
@@ -69,11 +107,15 @@ def remarks(group: Group) -> list[str]:
             ] = None
         for probe, entry in run["probes"].items():
             for place, why in _not_applicable(entry, (probe,)):
-                found[f"not measured ({base_name(run)}): {', '.join(place)}: {why}"] = None
+                lacking.setdefault(f"{' of '.join(reversed(place))}: {why}", {})[base_name(run)] = None
         for name, entry in run["probes"].get("resolution", {}).get("kinds", {}).items():
             for refused in entry.get("refused", [])[:1]:
-                count = len(entry["refused"])
-                found[f"not measured ({base_name(run)}): {name} at {count} sizes: {refused['why']}"] = None
+                sizes = f"{count} sizes" if (count := len(entry["refused"])) > 1 else "one size"
+                lacking.setdefault(f"{name} at {sizes}: {refused['why']}", {})[base_name(run)] = None
+    encodings = dict.fromkeys(map(base_name, group.runs))
+    for what, names in lacking.items():
+        who = "" if names.keys() == encodings.keys() else f" ({', '.join(names)})"
+        found[f"not measured{who}: {what}"] = None
     return list(found)
 
 
@@ -84,5 +126,5 @@ def _not_applicable(entry: dict[str, Any], place: tuple[str, ...]) -> Iterator[t
         return
     for name, inner in entry.items():
         if isinstance(inner, dict) and name not in ("definitions", "options"):
-            hidden = name in ("variants", "kinds")  # mere containers
+            hidden = name in ("variants", "kinds", "nets", "tasks")  # mere containers
             yield from _not_applicable(inner, place if hidden else (*place, name))

@@ -5,12 +5,16 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 # Keys of a data configuration that shape training alone: the test images are the same whatever they are.
 TRAINING_ONLY = {"placement", "val_fraction", "crop_padding", "flip", "min_crop_area", "workers", "download"}
+SIZE_KINDS = {  # of the resolution probe: what a column is called, and what it means
+    "canvas": ("canvas", "canvas grown, object on the tokens it was on; only positions and background are new"),
+    "upsample": ("resized", "image resized; things have another size too"),
+}
 Run = dict[str, Any]
 Interval = dict[str, Any]
 
@@ -95,9 +99,9 @@ def shift_variant(run: Run) -> str | None:
     return next((v for v in ("canvas", "crop", "circular") if "patch" in variants.get(v, {})), None)
 
 
-def size_kind(run: Run) -> str | None:
-    kinds = run["probes"].get("resolution", {}).get("kinds", {})
-    return next((k for k in ("canvas", "upsample") if len(kinds.get(k, {}).get("rows", [])) > 1), None)
+def size_kinds(run: Run) -> tuple[str, ...]:
+    """Of `SIZE_KINDS` those that were measured at several sizes."""
+    return tuple(kind for kind in SIZE_KINDS if len(sizes_of(run, kind)) > 1)
 
 
 def shifts_of(run: Run) -> dict[str, Any]:
@@ -105,8 +109,8 @@ def shifts_of(run: Run) -> dict[str, Any]:
     return run["probes"]["translation"]["variants"][variant] if variant else {}
 
 
-def sizes_of(run: Run, kind: str | None) -> list[dict[str, Any]]:
-    return run["probes"].get("resolution", {}).get("kinds", {}).get(str(kind), {}).get("rows", [])
+def sizes_of(run: Run, kind: str) -> list[dict[str, Any]]:
+    return run["probes"].get("resolution", {}).get("kinds", {}).get(kind, {}).get("rows", [])
 
 
 @dataclass
@@ -126,7 +130,7 @@ class Group:
 
     runs: list[Run]
     variant: str | None
-    kind: str | None
+    kinds: tuple[str, ...]
     columns: list[Column] = field(default_factory=list)
     apart: str = ""  # what tells it from other groups of the same data, e.g. "object_size 8"
 
@@ -143,7 +147,7 @@ class Group:
         return int(self.runs[0]["images"])
 
 
-def row_at_scale(run: Run, kind: str | None, scale: float) -> dict[str, Any] | None:
+def row_at_scale(run: Run, kind: str, scale: float) -> dict[str, Any] | None:
     """The square enlargement nearest to `scale`, under the first policy listed."""
     rows = [row for row in sizes_of(run, kind) if row["scale"][0] == row["scale"][1]]
     near = [row for row in rows if abs(row["scale"][0] - scale) <= 0.15]
@@ -152,13 +156,13 @@ def row_at_scale(run: Run, kind: str | None, scale: float) -> dict[str, Any] | N
 
 def groups(results: dict[str, Any]) -> list[Group]:
     def key(run: Run) -> tuple[Any, ...]:
-        kinds = run["data"]["name"], str(shift_variant(run)), str(size_kind(run))
+        kinds = run["data"]["name"], str(shift_variant(run)), size_kinds(run)
         return *kinds, json.dumps(setup(run), sort_keys=True)
 
     found = []
     for _, members in itertools.groupby(sorted(results["runs"], key=key), key=key):
         runs = ordered(members)
-        group = Group(runs, shift_variant(runs[0]), size_kind(runs[0]))
+        group = Group(runs, shift_variant(runs[0]), size_kinds(runs[0]))
         group.columns = _columns(group)
         found.append(group)
     for group in found:
@@ -183,7 +187,7 @@ def _columns(group: Group) -> list[Column]:
     canvas = group.variant == "canvas"
     home = "home" if canvas else "accuracy"
     where = (
-        "with the object within the first patch of the corner, where training at home has it"
+        "with the object where training at home has it: anywhere within the first patch of the corner"
         if canvas
         else "on the images as they are"
     )
@@ -214,36 +218,31 @@ def _columns(group: Group) -> list[Column]:
                 key + "pairwise",
             ),
         ]
-    larger = "canvas" if group.kind == "canvas" else "upsampled"
-    meaning = "canvas grown, object on the tokens it was on" if group.kind == "canvas" else "image resized"
-    for scale, label in ((1.5, "1.5x"), (2.0, "2x")):
-        rows = [row for run in group.runs if (row := row_at_scale(run, group.kind, scale))]
+    for kind, (scale, label) in itertools.product(group.kinds, ((1.5, "1.5x"), (2.0, "2x"))):
+        rows = [row for run in group.runs if (row := row_at_scale(run, kind, scale))]
         if rows:
+            larger, meaning = SIZE_KINDS[kind]
             sizes = " or ".join(dict.fromkeys(f"{row['size'][0]}x{row['size'][1]} px" for row in rows))
             columns.append(
                 Column(
                     f"{label} {larger}",
-                    functools.partial(_accuracy_at, group.kind, scale),
+                    functools.partial(_accuracy_at, kind, scale),
                     f"accuracy with both sides {label} ({sizes}): {meaning}",
-                    f"resolution/{group.kind}/" + "x".join(map(str, rows[0]["size"])),
-                    functools.partial(_difference_at, group.kind, scale),
+                    f"resolution/{kind}/" + "x".join(map(str, rows[0]["size"])),
+                    functools.partial(_difference_at, kind, scale),
                 )
             )
     return columns
 
 
-def _accuracy_at(kind: str | None, scale: float, run: Run) -> Interval | None:
+def _accuracy_at(kind: str, scale: float, run: Run) -> Interval | None:
     row = row_at_scale(run, kind, scale)
     return row["accuracy"] if row else None
 
 
-def _difference_at(kind: str | None, scale: float, run: Run) -> Interval | None:
+def _difference_at(kind: str, scale: float, run: Run) -> Interval | None:
     row = row_at_scale(run, kind, scale)
-    return difference(run, str(kind), row["size"], row["policy"]) if row else None
-
-
-def baseline(group: Group) -> Run | None:
-    return next((run for run in group.runs if base_name(run) == "none"), None)
+    return difference(run, kind, row["size"], row["policy"]) if row else None
 
 
 def difference(run: Run, kind: str, size: list[int], policy: str) -> Interval | None:
@@ -251,3 +250,32 @@ def difference(run: Run, kind: str, size: list[int], policy: str) -> Interval | 
         if entry["kind"] == kind and entry.get("size") == size and entry.get("policy") == policy:
             return entry["difference"]
     return None
+
+
+def over_seeds(runs: Iterable[Run]) -> list[Run]:
+    """For figures: one run in the place of those that differ in nothing but the seed, which it names as `seeds`. Its
+    numbers are their means, its intervals reach from the lowest seed to the highest."""
+    families: dict[str, list[Run]] = {}
+    for run in runs:
+        trained = [run[key] for key in ("encoding", "architecture", "epochs", "placement")]
+        key = json.dumps([*trained, run.get("recipe"), run["label"] if run["seed"] is None else None], sort_keys=True)
+        families.setdefault(key, []).append(run)
+    return [
+        one[0] if len(one) == 1 else _merged(one) | {"seeds": [run["seed"] for run in one]} for one in families.values()
+    ]
+
+
+def _merged(parts: Sequence[Any]) -> Any:
+    first = parts[0]
+    if any(part is None for part in parts):
+        return None
+    if all(isinstance(part, dict) for part in parts):
+        if "low" in first:
+            values = [part["value"] for part in parts]
+            return first | {"value": sum(values) / len(values), "low": min(values), "high": max(values)}
+        return {key: _merged([part[key] for part in parts]) for key in first if all(key in part for part in parts)}
+    if all(isinstance(part, list) and len(part) == len(first) for part in parts):
+        return [_merged(items) for items in zip(*parts)]
+    if all(part == first for part in parts) or not all(isinstance(part, int | float) for part in parts):
+        return first
+    return sum(parts) / len(parts)
