@@ -196,6 +196,9 @@ def test_figures_draw_the_mean_of_seeds_and_how_far_they_lie():
     assert "mean of seeds 0, 1, 2" in position.caption
     assert "from the lowest seed to the highest" in shift.caption
     assert "Bars of one seed: 95% over images" in shift.caption
+    page = report.to_html(results(*(shown_run("rpb", level) | {"seed": i} for i, level in enumerate((0.2, 0.4)))))
+    assert "What it means. Mean of seeds 0, 1; small numbers from the lowest seed to the highest." in page
+    assert "<b>30.0</b><small>20.0 to 40.0</small>" in page
     single = results(seeds[0], run("none"))
     assert "seed to the highest" not in figures.drawings(single, report.groups(single)[0])[1].caption
 
@@ -418,7 +421,7 @@ def test_what_a_new_probe_shows_is_drawn_without_knowing_it(tmp_path):
     page = (tmp_path / "report.html").read_text()
     text = " ".join(re.sub(r"<[^>]+>", " ", page[: page.rindex("What this does not show")]).split())
     table = text[text.rindex("A table of its own") :]
-    assert "ape1d trained home 2x2 75.0 65.7 to 82.5 ape1d trained home 4x4 –" in table
+    assert "ape1d trained home 2x2 75.0 65.7 to 82.5 ape1d 4x4 –" in table
     assert "none trained home 2x2 25.0 17.5 to 34.3" in table
     assert {"Curves of its own", "Maps of its own"} <= set(re.findall(r"<strong>(.*?)</strong>", page))
     assert "not measured: part of other: it has no patches" in text  # by none of them

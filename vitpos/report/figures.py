@@ -19,6 +19,7 @@ from matplotlib.figure import Figure
 
 from vitpos.report.grouping import Group, Interval, Run, base_name, over_seeds, shifts_of, sizes_of, which
 from vitpos.report.views import Shown, views
+from vitpos.report.words import trained
 
 # Okabe-Ito without black and yellow, and two more that stay apart under the common colour-vision deficiencies.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A5FC0", "#8C6D31")
@@ -96,12 +97,7 @@ def _panels(count: int, columns: int, width: float, height: float, **kwargs: Any
 
 
 def _run_title(run: Run, group: Group) -> str:
-    extra = [f"trained {run['placement']}"] if run["placement"] else []
-    if "seeds" in run:
-        extra.append(f"{len(run['seeds'])} seeds")
-    elif len({r["seed"] for r in group.runs}) > 1:
-        extra.append(f"seed {run['seed']}")
-    return base_name(run) + ("\n" + ", ".join(extra) if extra else "")
+    return f"{base_name(run)}\n{trained(run, len({r['seed'] for r in group.runs}) > 1)}".strip()
 
 
 def _mean_of(group: Group) -> str:

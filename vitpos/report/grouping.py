@@ -253,8 +253,8 @@ def difference(run: Run, kind: str, size: list[int], policy: str) -> Interval | 
 
 
 def over_seeds(runs: Iterable[Run]) -> list[Run]:
-    """For figures: one run in the place of those that differ in nothing but the seed, which it names as `seeds`. Its
-    numbers are their means, its intervals reach from the lowest seed to the highest."""
+    """For figures and long tables: one run in the place of those that differ in nothing but the seed, which it names as
+    `seeds`. Its numbers are their means, its intervals reach from the lowest seed to the highest."""
     families: dict[str, list[Run]] = {}
     for run in runs:
         trained = [run[key] for key in ("encoding", "architecture", "epochs", "placement")]
@@ -276,6 +276,8 @@ def _merged(parts: Sequence[Any]) -> Any:
         return {key: _merged([part[key] for part in parts]) for key in first if all(key in part for part in parts)}
     if all(isinstance(part, list) and len(part) == len(first) for part in parts):
         return [_merged(items) for items in zip(*parts)]
+    if all(isinstance(part, str) for part in parts):
+        return " / ".join(dict.fromkeys(parts))
     if all(part == first for part in parts) or not all(isinstance(part, int | float) for part in parts):
         return first
     return sum(parts) / len(parts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,9 @@ import jinja2
 from vitpos.report.compare_tables import covers, explained, heading, leaders, rank_text, sign
 from vitpos.report.figures import drawings, styles
 from vitpos.report.files import SCHEMA
-from vitpos.report.grouping import Group, Run, compared_with, difference, groups, sizes_of
+from vitpos.report.grouping import Group, Run, compared_with, difference, groups, over_seeds, sizes_of
 from vitpos.report.views import shown, views
-from vitpos.report.words import about, certificates, legend, policies, remarks, title
+from vitpos.report.words import about, certificates, legend, policies, remarks, title, trained
 from vitpos.tables import marks, percent, points, span
 
 
@@ -92,17 +93,10 @@ def _page_group(results: dict[str, Any], group: Group, index: int) -> dict[str, 
         "figures": figures,
         "sizes": sizes,
         "shifts": [row for run in group.runs for row in _shift_rows(run)],
-        "tables": views(group, "table"),
+        "tables": views(dataclasses.replace(group, runs=over_seeds(group.runs)), "table"),
         "covered": covers(results, index, group),
         "compared": any(compared_with(run) for run in group.runs),
     }
-
-
-def trained(run: Run, seeds: bool) -> str:
-    """What stands below a model's encoding, in small."""
-    return ", ".join(
-        [*([f"trained {run['placement']}"] if run["placement"] else []), *([f"seed {run['seed']}"] if seeds else [])]
-    )
 
 
 def _shift_rows(run: Run) -> list[dict[str, Any]]:

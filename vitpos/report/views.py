@@ -19,9 +19,12 @@ class Shown:
 
     @property
     def note(self) -> str:
-        """What to see; and the number of images, where a probe took some of them."""
+        """What to see; the number of images, where a probe took some of them; and how a table shows seeds."""
         used = {run["probes"][self.probe].get("images_used", run["images"]) for run, _ in self.runs}
         on = f" On {min(used)} images." if used != {run["images"] for run, _ in self.runs} else ""
+        seeds: list[int] = next((run["seeds"] for run, _ in self.runs if "seeds" in run), [])
+        if seeds and self.view["kind"] == "table":
+            on += f" Mean of seeds {', '.join(map(str, seeds))}; small numbers from the lowest seed to the highest."
         return f"{self.view['note']}{on}"
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from vitpos.report.grouping import Group, base_name, compared_with, decided, setup, shifts_of, sizes_of
+from vitpos.report.grouping import Group, Run, base_name, compared_with, decided, setup, shifts_of, sizes_of
 from vitpos.tables import percent, span
 
 
@@ -19,6 +19,16 @@ def title(group: Group) -> str:
         *(size[kind] for kind in group.kinds),
     ]
     return ", ".join(part for part in parts if part)
+
+
+def trained(run: Run, seeds: bool) -> str:
+    """What is said of a run below its encoding; its seed where there are several of any."""
+    said = [f"trained {run['placement']}"] if run["placement"] else []
+    if "seeds" in run:
+        said.append(f"{len(run['seeds'])} seeds")
+    elif seeds:
+        said.append(f"seed {run['seed']}")
+    return ", ".join(said)
 
 
 def about(group: Group) -> str:
