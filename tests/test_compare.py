@@ -191,6 +191,21 @@ def test_another_recipe_is_another_row_and_says_what_differs():
     assert "train.lr 0.2, not 0.1" in text
 
 
+def test_a_row_of_other_seeds_takes_no_rank_from_the_others():
+    members = [*sweep(("none", "ape1d"), (0, 1, 2)), *sweep(("rope_axial",), (7, 8, 9))]
+    (found,) = compare.comparison(members)
+    ranks = {row["encoding"]: row["cells"]["accuracy"]["rank"] for row in found["rows"]}
+    assert ranks["rope_axial"] is None
+    assert ranks["none"]["of"] == ranks["ape1d"]["of"] == 2
+    assert "rope_axial: no rank; it shares too few seeds" in " ".join(found["remarks"])
+    # fewer seeds in one row: the ranks are of those that all have, and it is said
+    fewer = [*sweep(("none", "rope_axial")), *sweep(("ape1d",), (1, 2))]
+    assert "Ranks of ape1d, rope_axial, none: over the shared seeds 1, 2" in remarks(fewer)
+    assert "Ranks of" not in remarks(sweep())
+    apart = [*sweep(("none",), (0, 1)), *sweep(("ape1d",), (2, 3))]
+    assert all(row["cells"]["accuracy"]["rank"] is None for row in compare.comparison(apart)[0]["rows"])
+
+
 def test_metrics_can_be_chosen_beforehand():
     one = compare.comparison(sweep(seeds=(0, 1)), Options(metrics=["resolution/canvas/48x48"]))[0]
     assert [metric["title"] for metric in one["metrics"]] == ["2x canvas"]

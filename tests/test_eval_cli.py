@@ -240,6 +240,19 @@ def test_timm_models_by_name(tmp_path, evaluate):
     assert len(run["probes"]["resolution"]["kinds"]["canvas"]["rows"]) == 1
 
 
+def test_random_weights_are_the_same_again():
+    """Or an evaluation could not go on, and several processes would measure different models."""
+    args = {"patch_size": 4, "depth": 1, "embed_dim": 24}
+    state = torch.get_rng_state()
+    one, two = (
+        evaluation.from_timm(name, {"name": "digits"}, pretrained=False, model_args=args, device="cpu").model
+        for name in ["vit_tiny_patch16_224"] * 2
+    )
+    assert all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), two.state_dict().values()))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert one.blocks[0].mlp.fc1.weight.std() > 0
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -98,6 +98,12 @@ def test_parts_are_of_their_weights_images_and_options(tmp_path):
         identity(model, config={"root": "elsewhere"}), identity(model, places=[0, 2, 1, 3]),
         identity(encoded("rope_axial")), identity(vitpos.set_resize(encoded("rope_axial"), "interpolate")),
     ]  # fmt: skip
+    two = parts.Processes()
+    two.exchange = lambda value: [value, value]
+    assert evaluation.keep(tmp_path, subject(model), {}, {}, two).folder.name == first
+    two.exchange = lambda value: [value, "another"]  # as where each has random weights of its own
+    with pytest.raises(ValueError, match="different models"):
+        evaluation.keep(tmp_path, subject(model), {}, {}, two)
     with torch.no_grad():
         model.head.bias[0] += 1e-7
     assert len({first, identity(model), *others}) == 9

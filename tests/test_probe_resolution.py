@@ -61,6 +61,11 @@ def test_calibration_error_hand_worked():
     correct = np.array([1, 1, 1, 0, 1, 1, 1, 0, 0, 0], bool)
     confidence = np.array([0.95] * 4 + [0.55] * 6)
     assert resolution.calibration_error(correct, confidence) == pytest.approx(0.4 * 0.2 + 0.6 * 0.05)
+    # 15 bins of equal width, each with its upper end: 9/15 lies below 0.62, and 10/15 parts 0.62 from 0.68.
+    right_and_wrong = np.array([True, False])
+    assert resolution.calibration_error(right_and_wrong, np.array([0.6, 0.62])) == pytest.approx((0.4 + 0.62) / 2)
+    assert resolution.calibration_error(right_and_wrong, np.array([0.62, 0.68])) == pytest.approx((0.38 + 0.68) / 2)
+    assert resolution.calibration_error(right_and_wrong, np.array([0.62, 0.66])) == pytest.approx(0.14)
     rng = np.random.default_rng(0)
     sure = rng.uniform(0.3, 1, 20000)
     calibrated = rng.random(20000) < sure

@@ -108,6 +108,8 @@ def test_logits_are_those_of_the_shifted_raw_image(variant):
     _, arrays = translated(model, images, variants=[variant], zhang=0, fractional=False)
     sub, at = subject(model, images), torch.arange(16)
     for group in ("patch", "subpatch"):
+        phases = arrays[f"{variant}/{group}/shifts"][1:] % 4
+        assert (phases == 0).all() if group == "patch" else phases.any(axis=1).all()  # the two are never pooled
         for s in (1, -1):
             shift = tuple(arrays[f"{variant}/{group}/shifts"][s].tolist())
             with torch.inference_mode():

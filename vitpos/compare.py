@@ -46,7 +46,7 @@ class Options:
     margin: float | None = None
 
 
-@dataclass
+@dataclass(eq=False)
 class Row:
     """The runs of one encoding under one recipe, by seed."""
 
@@ -321,17 +321,31 @@ def _difference(mine: NDArray[np.float64], theirs: NDArray[np.float64], margin: 
     }
 
 
+def _sharing(rows: Sequence[Row]) -> tuple[list[Row], list[int]]:
+    """Rows that share two seeds or more, and these: of all, or without those that share least with the others."""
+    kept = list(rows)
+    while True:
+        common = set.intersection(*(set(row.seeds) for row in kept))
+        if len(common) > 1 or len(kept) == 1:
+            return kept, sorted(common)
+        shared = [sum(len(set(row.seeds) & set(other.seeds)) for other in kept if other is not row) for row in kept]
+        del kept[shared.index(min(shared))]
+
+
 def _ranks(rows: Sequence[Row], keys: Sequence[str]) -> list[str]:
     """Fill in each row's rank among the rows of its kind."""
     remarks = []
     for kind in dict.fromkeys(row.kind for row in rows):
-        alike = [row for row in rows if row.kind == kind]
-        common = sorted(set.intersection(*(set(row.seeds) for row in alike)))
+        all_of_kind = [row for row in rows if row.kind == kind]
+        alike, common = _sharing(all_of_kind)
+        for row in all_of_kind:
+            if row not in alike:
+                remarks.append(f"{row.name}: no rank; it shares too few seeds with the others")
         if len(alike) < 2:
             continue
-        if len(common) < 2:
-            remarks.append(f"No ranks: {', '.join(row.name for row in alike)} share fewer than 2 seeds")
-            continue
+        if len(common) < max(len(row.seeds) for row in alike):
+            shared = ", ".join(map(str, common))
+            remarks.append(f"Ranks of {', '.join(row.name for row in alike)}: over the shared seeds {shared}")
         for key in keys:
             able = [row for row in alike if key in row.cells]
             if len(able) > 1:

@@ -130,6 +130,25 @@ def consistency(rng: np.random.Generator, draws: int, setting: Setting) -> Array
     return held(low, high, truth)
 
 
+def worst_position(rng: np.random.Generator, draws: int, setting: Setting) -> Array:
+    """Accuracy at the worst of nine positions that are equally good, chosen on one half of the images and scored on the
+    other."""
+    chance = chances(rng, draws, setting, [setting.accuracy])[:, 0, :, None]  # [D, R, 1, N]
+    right = rng.random((draws, setting.seeds, POSITIONS, setting.images), dtype=np.float32) < chance
+    score = np.array([[stats.worst_scores(one) for one in draw] for draw in right])
+    _, low, high = hierarchy.mean_bounds(score)
+    return held(low, high, setting.accuracy)
+
+
+def plain_minimum(rng: np.random.Generator, draws: int, setting: Setting) -> Array:
+    """The same at the position where each seed's model is worst, which is what not to do."""
+    chance = chances(rng, draws, setting, [setting.accuracy])[:, 0, :, None]
+    right = rng.random((draws, setting.seeds, POSITIONS, setting.images), dtype=np.float32) < chance
+    at = right.mean(axis=-1).argmin(axis=-1)[..., None, None]
+    _, low, high = hierarchy.mean_bounds(np.take_along_axis(right, at, axis=2)[:, :, 0].astype(np.float64))
+    return held(low, high, setting.accuracy)
+
+
 def _ranks(rng: np.random.Generator, draws: int, setting: Setting, gaps: Sequence[float]) -> Array:
     truth = [float(expit(logit(setting.accuracy) - gap)) for gap in gaps]
     table = answers(rng, draws, setting, truth)
@@ -180,6 +199,7 @@ OVER_SEEDS: dict[str, Study] = {
     "mean of one encoding": mean_of_one,
     "difference of two encodings": difference_of_two,
     "consistency of one encoding": consistency,
+    "worst position of one encoding": worst_position,
     "ranks of four equal encodings (at least)": ranks_of_equals,
     "ranks of four encodings apart (at least)": ranks_apart,
 }
@@ -188,14 +208,17 @@ OVER_IMAGES: dict[str, Study] = {
     "one model: Wilson, clustered by image": one_model_clustered,
     "not to be done: one seed's Wilson for the encoding": naive_mean,
 }
-NAIVE: dict[str, Study] = {"not to be done: ranks of four equals by bootstrap": naive_ranks}
+NAIVE: dict[str, Study] = {
+    "not to be done: plain minimum over positions": plain_minimum,
+    "not to be done: ranks of four equals by bootstrap": naive_ranks,
+}
 
 
 def coverage(study: Study, setting: Setting, draws: int = 2000, seed: int = 0) -> float:
     """Share of draws in which the interval holds the truth."""
     rng = np.random.default_rng([seed, setting.seeds, setting.images, round(1000 * setting.accuracy)])
     encodings = 4 if "ranks" in study.__name__ else 2
-    size = encodings * setting.seeds * setting.images
+    size = (POSITIONS if study in (worst_position, plain_minimum) else encodings) * setting.seeds * setting.images
     return float(np.mean(np.concatenate([study(rng, count, setting) for count in chunks(draws, size)])))
 
 

@@ -36,7 +36,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import nn
 
 import vitpos
-from vitpos import compare, data, labels, preemption, probes, significance
+from vitpos import compare, data, labels, preemption, probes, seeds, significance
 from vitpos.composition import Position
 from vitpos.config import MOVABLE
 from vitpos.data.decoded import INTERPOLATIONS
@@ -333,7 +333,10 @@ def keep(
     for name, tensor in model.state_dict().items():
         digest.update(name.encode())
         digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return Parts(folder, digest.hexdigest()[:16], processes)
+    identity = digest.hexdigest()[:16]
+    if len(set(processes.exchange(identity))) > 1:
+        raise ValueError("the processes hold different models or images, so they cannot share an evaluation")
+    return Parts(folder, identity, processes)
 
 
 @contextmanager
@@ -508,7 +511,7 @@ def from_timm(
 ) -> Source:  # fmt: skip
     """A timm model by name, with `weights` of a local file or, if `pretrained`, timm's.
 
-    Untrained ones take the data's size, channels and classes. Trained ones read files at their own size (that in
+    Untrained ones take the data's size, channels and classes, and have the random weights of seed 0. Trained ones read files at their own size (that in
     `model_args`, else the one they were published at) and interpolation (but for keys of data in `given`), and data
     that is named as the model's classes are, such as by ImageNet's wnids, may hold some of them.
     """
@@ -527,7 +530,8 @@ def from_timm(
     info = images.info
     if not trained:
         kwargs = {"num_classes": len(info.classes), "in_chans": info.in_chans, "img_size": info.img_size} | kwargs
-    model = _create(name, trained, kwargs).to(device).eval()
+    with seeds.global_generators(seeds.stream(0, "backbone")):  # random weights are the same again, in every process
+        model = _create(name, trained, kwargs).to(device).eval()
     (known, names), found = labels.label_set(model), None
     if set(known) & set(info.classes) or (known and len(known) != len(info.classes)):
         found = labels.places(info.classes, known, f"model {name} ({names})")
