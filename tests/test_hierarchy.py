@@ -123,6 +123,7 @@ FAST = [
     (coverage.difference_of_two, Setting(3, 360, 0.9)),
     (coverage.difference_of_two, Setting(5, 200, 0.98)),
     (coverage.consistency, Setting(3, 200, 0.9)),
+    (coverage.worst_position, Setting(3, 100, 0.9)),
     (coverage.mean_of_one, Setting(3, 360, 0.9, seed_sd=0.6)),  # seeds that differ more
     (coverage.difference_of_two, Setting(3, 360, 0.9, seed_sd=0.0)),  # and not at all
 ]
@@ -135,6 +136,7 @@ def test_intervals_cover_by_simulation(study, setting):
 
 def test_the_simulation_sees_an_interval_that_is_too_sure():
     assert coverage.coverage(coverage.naive_mean, Setting(1, 360, 0.9), 1000) < 0.85
+    assert coverage.coverage(coverage.plain_minimum, Setting(3, 100, 0.98), 500) < 0.88
 
     def normal(rng, draws, setting):  # what the module does not do: the normal quantile at three seeds
         parts = hierarchy.crossed(coverage.answers(rng, draws, setting, [setting.accuracy])[:, 0])

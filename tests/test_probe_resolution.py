@@ -41,6 +41,26 @@ def test_zoom_is_refused_where_it_would_cut_content_off_a_canvas():
     assert "zoom" not in probe("resolution", Brightness(), options={"upsample": "none"})[0]["kinds"]
 
 
+class Seen(Constant):
+    """Class 1 where there is anything in a window (rows, columns), else class 0."""
+
+    def __init__(self, *window):
+        super().__init__()
+        self.rows, self.columns = window
+
+    def decide(self, x):
+        return (x[:, :, self.rows, self.columns].amax((1, 2, 3)) > 0.1).long()
+
+
+def test_the_probe_zooms_about_the_centre_and_on_a_canvas_from_the_corner():
+    options = {"upsample": "none", "canvas": "none", "zoom": [[8, 8]]}
+    # 4x4 px in the middle of a scene of 12x16, shrunk to 8x8: rows 4.7 to 7.3, columns 6 to 8 about the centre
+    middle, corner = Seen(slice(5, 7), slice(6, 8)), Seen(slice(0, 3), slice(0, 4))
+    for images, window, elsewhere in ((Scenes(), middle, corner), (Squares(), corner, middle)):
+        assert (probe("resolution", window, images, options)[1]["zoom/pred"][1] == 1).all()
+        assert (probe("resolution", elsewhere, images, options)[1]["zoom/pred"][1] == 0).all()
+
+
 class Narrow(Brightness):
     """Right at the native width alone: what a larger grid breaks, and larger objects do not."""
 
@@ -54,6 +74,22 @@ def test_a_model_that_only_the_grid_breaks_is_told_from_one_that_objects_break()
     assert row["zoom"]["value"] == 1
     assert row["upsample"]["value"] == 0.25
     assert row["difference"]["high"] < 0
+
+
+def test_scores_over_seeds_are_by_size_under_the_first_policy():
+    pred = np.array([[1, 1, 0], [1, 0, 0], [0, 0, 0], [1, 1, 1]])
+    arrays = {"upsample/sizes": np.array([[12, 16], [12, 24], [12, 16], [12, 24]]), "upsample/pred": pred}
+    scores = resolution.Resolution().scores(arrays, np.ones(3))
+    assert {key: score.values.tolist() for key, score in scores.items()} == {
+        "upsample/12x16": [True, True, False], "upsample/12x24": [True, False, False],
+    }  # fmt: skip
+
+
+def test_a_policy_that_no_encoding_offers_is_no_silent_gap():
+    """Of a model without a vitpos encoding too, of which no policy applies."""
+    assert {"default", "extrapolate", "interpolate", "normalized", "ntk"} <= set(resolution.policy_names())
+    with pytest.raises(ValueError, match="offers 'interpolat'; did you mean interpolate"):
+        probe("resolution", Constant(), options={"policies": ["interpolat"]})
 
 
 def test_calibration_error_hand_worked():

@@ -85,9 +85,8 @@ def comparison(measured: Sequence[Measured], options: Options = Options()) -> li
         raise ValueError(f"compare.margin={options.margin} must be a share between 0 and 1 (0.01 is one point)")
     known = list(dict.fromkeys(str(one.run["encoding"]) for one in measured))
     if options.baseline is not None and options.baseline not in ("none", *known):
-        raise ValueError(
-            f"compare.baseline={options.baseline} is none of the encodings; {nearest(options.baseline, known)}"
-        )
+        near = nearest(options.baseline, ["none", *known])
+        raise ValueError(f"compare.baseline={options.baseline} is none of the encodings; {near}")
     found = []
     for index, group, members in _grouped(measured):
         columns = {column.key: (column.title, column.note) for column in group.columns}

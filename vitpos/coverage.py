@@ -194,6 +194,15 @@ def one_model_clustered(rng: np.random.Generator, draws: int, setting: Setting) 
     return held(bounds[:, 0], bounds[:, 1], setting.accuracy)
 
 
+def one_model_worst(rng: np.random.Generator, draws: int, setting: Setting) -> Array:
+    """One model's accuracy at the worst of nine equally good positions (split halves)."""
+    level, _ = levels(setting.accuracy, 0.0)
+    chance = expit(level + np.hypot(IMAGE, BOTH) * rng.standard_normal((draws, 1, setting.images)))
+    right = rng.random((draws, POSITIONS, setting.images)) < chance
+    bounds = np.array([(e.low, e.high) for e, _ in map(stats.worst_of_grid, right)])
+    return held(bounds[:, 0], bounds[:, 1], setting.accuracy)
+
+
 Study = Callable[[np.random.Generator, int, Setting], Array]
 OVER_SEEDS: dict[str, Study] = {
     "mean of one encoding": mean_of_one,
@@ -206,6 +215,7 @@ OVER_SEEDS: dict[str, Study] = {
 OVER_IMAGES: dict[str, Study] = {
     "one model: Wilson": one_model,
     "one model: Wilson, clustered by image": one_model_clustered,
+    "one model: worst position": one_model_worst,
     "not to be done: one seed's Wilson for the encoding": naive_mean,
 }
 NAIVE: dict[str, Study] = {
@@ -218,7 +228,8 @@ def coverage(study: Study, setting: Setting, draws: int = 2000, seed: int = 0) -
     """Share of draws in which the interval holds the truth."""
     rng = np.random.default_rng([seed, setting.seeds, setting.images, round(1000 * setting.accuracy)])
     encodings = 4 if "ranks" in study.__name__ else 2
-    size = (POSITIONS if study in (worst_position, plain_minimum) else encodings) * setting.seeds * setting.images
+    by_position = (worst_position, plain_minimum, one_model_worst)
+    size = (POSITIONS if study in by_position else encodings) * setting.seeds * setting.images
     return float(np.mean(np.concatenate([study(rng, count, setting) for count in chunks(draws, size)])))
 
 

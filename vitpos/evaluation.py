@@ -511,9 +511,10 @@ def from_timm(
 ) -> Source:  # fmt: skip
     """A timm model by name, with `weights` of a local file or, if `pretrained`, timm's.
 
-    Untrained ones take the data's size, channels and classes, and have the random weights of seed 0. Trained ones read files at their own size (that in
-    `model_args`, else the one they were published at) and interpolation (but for keys of data in `given`), and data
-    that is named as the model's classes are, such as by ImageNet's wnids, may hold some of them.
+    Untrained ones take the data's size, channels and classes, and have the random weights of seed 0. Trained ones read
+    files at their own size (that in `model_args`, else the one they were published at) and interpolation (but for keys
+    of data in `given`), and data that is named as the model's classes are, such as by ImageNet's wnids, may hold some
+    of them.
     """
     if "name" not in config:
         raise ValueError(f"model={name} needs to be told its images: data=digits, or data=folder data.root=...")

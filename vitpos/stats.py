@@ -124,15 +124,34 @@ def worst_of_grid(correct: ArrayLike, seed: int = 0, level: float = LEVEL) -> tu
     half of the images and scored on the other; the two directions are averaged. The halves depend on N and
     `seed` only, so that all models evaluated on the same images are split alike. What is estimated is the
     accuracy at the position that half of the images point to, which is the true minimum or slightly above it,
-    never below. The interval is Wilson's at n = N (by concavity never narrower than the two halves' binomials
-    combined), given the chosen positions.
+    never below. The interval is Wilson's, for the positions that were chosen, at N images less what the two directions
+    have in common (`_in_common`).
     """
     values = _scores(correct, 2)
     n = values.shape[1]
     halves, chosen = _chosen(values, seed)
     p = float(values[chosen[0], halves[1]].mean() + values[chosen[1], halves[0]].mean()) / 2
-    estimate = Estimate(p, *_wilson(p, n, level), n, "split halves, wilson", level=level)
+    effective = n / (1 + _in_common(values))
+    estimate = Estimate(p, *_wilson(p, effective, level), n, "split halves, wilson", level=level)
     return estimate, (chosen[0], chosen[1])
+
+
+def _in_common(values: NDArray[np.float64]) -> float:
+    """Correlation of the two directions' scores, values [S, N].
+
+    Each half is scored at the position where the other is lowest. Of K positions that are about equal both choose the
+    same one in 1 of K cases, and both are low; else each is scored a little above its mean. With m the expected lowest
+    of K standard normals (Blom 1958, Statistical Estimates and Transformed Beta-variables) the covariance is
+    m^2 / K + (K - 1) / K (m / (K - 1))^2 = m^2 / (K - 1), in units of the variance between positions of one image. K
+    is the number of positions within two standard errors of the lowest.
+    """
+    n, means = values.shape[1], values.mean(axis=1)
+    within = float(values.var(axis=0, ddof=1).mean()) if len(values) > 1 else 0.0
+    near = int((means <= means.min() + 2 * np.sqrt(2 * within / (n / 2))).sum())
+    if near < 2 or within == 0:
+        return 0.0
+    lowest = float(norm.ppf((near - 0.375) / (near + 0.25)))
+    return min(1.0, within / float(values.var(axis=1).mean())) * lowest**2 / (near - 1)
 
 
 def worst_scores(correct: ArrayLike, seed: int = 0) -> NDArray[np.float64]:

@@ -32,7 +32,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 import numpy as np
 import torch
@@ -44,6 +44,8 @@ import vitpos
 from vitpos import stats
 from vitpos.probes import Arrays, NotApplicable, Subject, register
 from vitpos.probes._views import View, table
+from vitpos.spec import list_encodings, nearest
+from vitpos.spec import options as spec_options
 
 KINDS = ("upsample", "canvas", "zoom")
 # (h, w) multiples of the native size; the native size comes first, it is the reference.
@@ -150,6 +152,11 @@ class Resolution:
         policies = [policies] if isinstance(policies, str) else list(policies)
         if not policies or not all(isinstance(policy, str) for policy in policies):
             raise ValueError(f"resolution.policies must be default or a list of resize policies, got {policies!r}")
+        for policy in policies:
+            if policy not in policy_names():
+                raise ValueError(
+                    f"resolution.policies: no encoding offers {policy!r}; {nearest(policy, policy_names())}"
+                )
         if interpolation not in INTERPOLATIONS:
             raise ValueError(
                 f"resolution.interpolation must be one of {', '.join(INTERPOLATIONS)}, got {interpolation!r}"
@@ -288,6 +295,15 @@ class Resolution:
                 for (height, width), pred in zip(arrays[f"{kind}/sizes"].tolist(), arrays[f"{kind}/pred"]):
                     found.setdefault(f"{kind}/{height}x{width}", stats.Score(pred == truth))
         return found
+
+
+def policy_names() -> list[str]:
+    """The resize policies that any encoding offers, beside the common ones."""
+    found = {"default", "extrapolate", "interpolate", "normalized"}
+    for name in list_encodings():
+        option = spec_options(name).get("resize")
+        found |= {choice for kind in (option.kinds if option else ()) for choice in get_args(kind)}
+    return sorted(found)
 
 
 def cut_off(subject: Subject, sizes: Sequence[Size], interpolation: str) -> dict[Size, str]:
