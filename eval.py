@@ -20,7 +20,7 @@ import hydra
 from omegaconf import DictConfig
 from rich.console import Console
 
-from vitpos import cli, evaluation, parts, probes, report, stored
+from vitpos import cli, evaluation, parts, probes, report, sources, stored
 
 COMMAND = shlex.join(["python", Path(__file__).name, *sys.argv[1:]])
 
@@ -40,7 +40,7 @@ def main(cfg: DictConfig) -> None:
     # each model: per-image decisions, then numbers from those alone
     runs, decided, kept = [], [], []
     if cfg.results is not None:
-        runs, decided, origin = stored.read(evaluation.roots_of("results", cfg.results))
+        runs, decided, origin = stored.read(sources.roots_of("results", cfg.results))
         provenance.update(origin)
     with evaluation.progress(processes) as track:
         for load, folder in models:

@@ -11,7 +11,7 @@ from evaluating import make_run
 from safetensors.torch import save_file
 
 import vitpos
-from vitpos import data, evaluation, parts, probes, report
+from vitpos import data, evaluation, parts, probes, report, sources
 
 
 def digits_run(folder, pos, seed=0, **data):
@@ -359,4 +359,4 @@ def test_unreachable_weights_fail_at_once(monkeypatch):
     for key in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY"):
         monkeypatch.delenv(key, raising=False)
     with pytest.raises(ValueError, match="hub cannot be reached"):
-        evaluation.from_timm("vit_tiny_patch16_224", {"name": "digits"}, pretrained=True, model_args={}, device="cpu")
+        sources.from_timm("vit_tiny_patch16_224", {"name": "digits"}, pretrained=True, model_args={}, device="cpu")

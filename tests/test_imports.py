@@ -37,6 +37,7 @@ ORDER = [
     "parts",
     "probes",
     "labels",
+    "sources",
     "stored",
     "evaluation",
     "cli",

@@ -11,7 +11,7 @@ from PIL import Image
 from safetensors.torch import save_file
 from timm.data import ImageNetInfo
 
-from vitpos import evaluation, labels, report
+from vitpos import labels, report, sources
 
 NAME = "vit_tiny_patch16_224"
 WNIDS = ["n01440764", "n02102040", "n03888257", "n02979186"]  # by hand: logits 0, 217, 701, 482
@@ -161,11 +161,11 @@ def test_a_run_on_some_of_its_classes(tmp_path):
     config = {"name": "folder", "root": str(folder), "img_size": 24, "workers": 0}
     more = {"preprocessing": None, "extra": {"data": config, "run": "r"}}
     run = make_run(tmp_path / "run", "none", classes=["x", *WNIDS, *"01234"], model={"in_chans": 3}, **more)
-    source = evaluation.from_checkpoint(run, {}, "cpu")
+    source = sources.from_checkpoint(run, {}, "cpu")
     assert source.places == [1, 2, 4, 3], "folders come sorted"
     assert source.about["decision"]["known"] == 10
     with pytest.raises(ValueError, match="trained on other classes"):
-        evaluation._check_classes(source.images, WNIDS, 4, "a run")
+        sources._check_classes(source.images, WNIDS, 4, "a run")
 
 
 def test_the_order_of_every_label_set_is_timms():
