@@ -67,6 +67,7 @@ def main(cfg: DictConfig) -> None:
     evaluation.add_differences(runs, decided, report.baselines(runs))
     results = evaluation.add_comparison({**about, "encodings": evaluation.summaries(runs), "runs": runs}, decided, cfg)
     report.save(results, out, predictions=parts.pack(decided[0]) if len(models) == 1 else None)
+    evaluation.show(results, out, cfg.tensorboard)
     for one in kept:
         one.discard()
     report.print_table(results, Console(width=None if sys.stdout.isatty() else 100))

@@ -4,12 +4,14 @@ import math
 
 import pytest
 import torch
+from madeup import run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 import vitpos
 from vitpos import config, data, pages
-from vitpos.board import Board, settings
+from vitpos.board import Board, evaluated, settings
+from vitpos.probes._views import curves, table
 
 
 def run_config(epochs=10, pictures=4) -> config.RunConfig:
@@ -54,6 +56,27 @@ def test_a_run_is_shown(tmp_path, train_set):
     shown = dict(plugin.session_start_info.hparams)
     assert shown["pos"].string_value == "rpb"
     assert shown["train.batch_size"].number_value == 20
+
+
+def test_evaluated_runs_are_shown_and_replaced(tmp_path):
+    runs = {encoding: run(encoding) for encoding in ("none", "ape1d")}
+    lines = {"row": (["embedding", "block 1"], [{"value": 0.5}, None]), "steps": ([0, 4], [1.0, 0.25])}
+    probe = {"views": [curves("k", "Where", "", "layer", "share", lines, ""), table("t", "Table", "", {}, [])]}
+    runs["ape1d"]["probes"]["location"] = probe
+    evaluated(tmp_path / "tb", runs)
+    events = written(tmp_path / "tb" / "ape1d")
+
+    def scalars(tag):
+        return [(event.step, pytest.approx(event.value)) for event in events.Scalars(tag)]
+
+    assert scalars("accuracy") == [(0, 0.93)]
+    assert scalars("translation/accuracy by distance (canvas, patch)") == [(0, 0.95), (4, 0.85), (8, 0.75)]
+    assert scalars("resolution/canvas (extrapolate)") == [(24, 0.9), (36, 0.61), (48, 0.37)]
+    assert scalars("location/Where/row") == [(0, 0.5)]
+    assert scalars("location/Where/steps") == [(0, 1.0), (4, 0.25)]
+    evaluated(tmp_path / "tb", {"none": runs["none"]})
+    assert [path.name for path in (tmp_path / "tb").iterdir()] == ["none"]
+    assert [path.name for path in tmp_path.iterdir()] == ["tb"]
 
 
 @pytest.mark.parametrize(

@@ -164,7 +164,10 @@ def test_runs_that_nothing_tells_apart_are_named(tmp_path, evaluate):
 
 def test_out_holds_all_of_one_evaluation(tmp_path, evaluate):
     run = make_run(tmp_path / "run", "rope_axial")
+    assert evaluate(f"checkpoint={run}", *QUICK, "tensorboard=true")[0] == 0
+    assert len(list((run / "eval" / "tb" / "run").glob("events.*"))) == 1
     assert evaluate(f"checkpoint={run}", *QUICK)[0] == 0
+    assert not (run / "eval" / "tb").exists()
     before = {p: p.read_bytes() for p in (run / "eval").rglob("*.*")}
     assert evaluate(f"checkpoint={run}", *QUICK, "images=3", f"out={tmp_path / 'X'}")[0] == 0
     assert {p: p.read_bytes() for p in (run / "eval").rglob("*.*")} == before

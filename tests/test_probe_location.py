@@ -108,6 +108,12 @@ def test_an_encoding_is_read_off_its_tokens_and_nulls_stand_beside_it():
     assert layers[0]["position_share"]["value"] > layers[-1]["position_share"]["value"]
     assert max(found["nets"]["no_encoding"]["layers"][0][key]["value"] for key in ("row", "column")) < 0.5
     assert found["nets"]["random"]["layers"][0]["row"]["value"] > 0.8
+    # Its weights are new ones, and the same again: not those that are evaluated, which are large.
+    _, arrays = probe("location", encoded("sincos2d", std=2.0), images, options=QUIET)
+    _, others = probe("location", encoded("sincos2d", std=0.1), images, options=QUIET)
+    np.testing.assert_array_equal(arrays["random/row"], others["random/row"])
+    assert np.abs(arrays["trained/row"] - others["trained/row"]).max() > 1
+    np.testing.assert_array_equal(arrays["pixels/row"], others["pixels/row"])
     assert abs(layers[0]["selectivity"]) < 0.2  # untrained: nearly all of it is in the null of random weights
     none, _ = probe("location", encoded("none"), images, options=QUIET)
     assert none["nets"]["trained"]["layers"][0]["row"]["value"] < 0.5

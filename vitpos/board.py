@@ -1,9 +1,14 @@
-"""What TensorBoard shows of a run: its curves and settings, images as they are trained on, and the encoding."""
+"""What TensorBoard shows of a run: its curves and settings, images as they are trained on, and the encoding; and of
+evaluated runs."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +65,42 @@ class Board:
 
     def close(self) -> None:
         self.writer.close()
+
+
+def evaluated(folder: Path, runs: Mapping[str, Mapping[str, Any]]) -> None:
+    """Curves of evaluated runs (docs/results.md) by their names: a sub-folder each, drawn over each other. Written
+    whole or not at all; an earlier evaluation's are replaced."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".saving-") as made:
+        for name, run in runs.items():
+            with SummaryWriter(str(Path(made) / folder.name / name)) as writer:
+                for tag, step, value in points(run):
+                    writer.add_scalar(tag, value, step)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(Path(made) / folder.name, folder)
+
+
+def points(run: Mapping[str, Any]) -> Iterator[tuple[str, int, float]]:
+    """(tag, step, value) of an evaluated run: accuracy by distance of the shift and by side, in pixels, and what the
+    probes show as curves; there a step is x if that counts something, else the place along the curve."""
+    yield "accuracy", 0, run["accuracy"]["value"]
+    for variant, groups in run["probes"].get("translation", {}).get("variants", {}).items():
+        for group in (group for group in ("patch", "subpatch") if group in groups):
+            for row in groups[group]["by_distance"]:
+                tag = f"translation/accuracy by distance ({variant}, {group})"
+                yield tag, round(row["distance"]), row["accuracy"]["value"]
+    for kind, entry in run["probes"].get("resolution", {}).get("kinds", {}).items():
+        for row in entry.get("rows", []):
+            if row["scale"][0] == row["scale"][1]:
+                yield f"resolution/{kind} ({row['policy']})", row["size"][0], row["accuracy"]["value"]
+    for name, probe in run["probes"].items():
+        for view in (view for view in probe.get("views", []) if view["kind"] == "curves"):
+            for line in view["series"]:
+                counted = all(isinstance(x, int) for x in line["x"])
+                for place, (x, y) in enumerate(zip(line["x"], line["y"])):
+                    if y is not None:
+                        tag = f"{name}/{view['title']}/{line['name']}"
+                        yield tag, x if counted else place, y["value"] if isinstance(y, Mapping) else y
 
 
 def settings(run: RunConfig) -> dict[str, bool | int | float | str]:

@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import sys
 import tempfile
 import time
@@ -37,7 +38,7 @@ KINDS: dict[str, tuple[type, ...]] = {  # of the keys of configs/eval.yaml
     "checkpoint": (str, type(None)), "runs": (str, type(None)), "timm_model": (str, type(None)),
     "pretrained": (bool,), "model_args": (dict, type(None)), "out": (str, type(None)),
     "probes": (list, str, type(None)), "images": (int,), "batch_size": (int,), "device": (str,),
-    "weights": (str, type(None)), "restrict": (bool,), "precision": (str,),
+    "weights": (str, type(None)), "restrict": (bool,), "tensorboard": (bool,), "precision": (str,),
     "threads": (int, type(None)), "data": (dict,), "results": (str, type(None)), "compare": (dict,),
     "compare.baseline": (str, type(None)), "compare.metrics": (list, str, type(None)),
     "compare.margin": (float, int, type(None)),
@@ -200,7 +201,7 @@ def _slug(text: str) -> str:
 
 def _apart(labels: list[str]) -> list[str]:
     """Names of folders, one a label, none alike and none that a report uses itself."""
-    taken = {"figures", "results.json", "table.md", "table.csv", "table.tex", "report.html"}
+    taken = {"figures", "results.json", "table.md", "table.csv", "table.tex", "report.html", "tb"}
     names = []
     for label in map(_slug, labels):
         name = next(n for i in itertools.count(1) if (n := label if i == 1 else f"{label}-{i}") not in taken)
@@ -365,6 +366,16 @@ def add_comparison(
     found = compare.comparison(measured, compare.Options(**chosen))
     obstacles = compare.obstacles(measured)
     return results | ({"comparison": found} if found else {}) | ({"not_compared": obstacles} if obstacles else {})
+
+
+def show(results: Mapping[str, Any], out: Path, wanted: bool) -> None:
+    """Events for TensorBoard in `out`/tb, if wanted; else none are left there."""
+    if wanted:
+        from vitpos import board  # slow to import
+
+        board.evaluated(out / "tb", dict(zip(_apart([run["label"] for run in results["runs"]]), results["runs"])))
+    else:
+        shutil.rmtree(out / "tb", ignore_errors=True)
 
 
 register()
