@@ -162,10 +162,8 @@ def expand_bias(
             if memory is not None:
                 return memory.dense_bias(place, table, beside, prefix)
             return kernels.dense_bias(table, beside, prefix)
-        height, width = (rows + 1) // 2, (columns + 1) // 2
-        table = bias.values.index_select(1, _gaps(height, bias.values)).index_select(2, _gaps(width, bias.values))
-        dense = table.unflatten(2, (width, width)).unflatten(1, (height, height)).transpose(2, 3)  # [1 | h, H, W, H, W]
-        dense = dense.reshape(1, heads, height * width, height * width)
+        index = kernels.offsets((rows + 1) // 2, (columns + 1) // 2, bias.values.device)
+        dense = bias.values.flatten(1)[:, index].unsqueeze(0)
     else:
         dense = bias.values
     if not prefix:
@@ -181,12 +179,6 @@ def expand_bias(
     )
     right = torch.cat([from_prefix.expand(batch, heads, prefix, count), dense], dim=2)
     return torch.cat([left, right], dim=3)
-
-
-def _gaps(side: int, like: Tensor) -> Tensor:
-    """Where in the 2 S - 1 entries of an axis each query minus key lies, [S S]; ``unfold`` would tie a graph to S."""
-    at = torch.arange(side, device=like.device)
-    return (at.unsqueeze(1) - at + (side - 1)).flatten()
 
 
 def contextual_bias(bias: Contextual, prefix: int, q: Tensor, k: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
@@ -253,17 +254,25 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and torch.equal(a, b)
 
 
+def offsets(height: int, width: int, device: torch.device | None = None) -> Tensor:
+    """Where in a flat table of offsets [(2H-1)(2W-1)] each query and key find their entry, [N, N].
+
+    The difference of two vectors, of which compilers make a fast loop; from four axes they take the indices of each
+    pair apart again.
+    """
+    patch = torch.arange(height * width, device=device)
+    at = patch + patch // width * (width - 1)  # y (2W-1) + x
+    return at.unsqueeze(1) - at + ((height - 1) * (2 * width - 1) + width - 1)
+
+
 @lru_cache(maxsize=8)
 def _index(height: int, width: int, prefix: int) -> Tensor:
-    """Where in the flat table with its three values beside it each pair of tokens finds its bias, [T T]."""
+    """The same for all tokens, flat, [T T], where three values for prefix tokens follow the table."""
     with torch.inference_mode(False):
-        y, x = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
-        y, x = y.flatten(), x.flatten()
-        patches = (y.unsqueeze(1) - y + height - 1) * (2 * width - 1) + (x.unsqueeze(1) - x + width - 1)
-        end = (2 * height - 1) * (2 * width - 1)
-        index = torch.full((prefix + len(y), prefix + len(y)), end + 2)
-        index[:prefix, prefix:], index[prefix:, :prefix], index[prefix:, prefix:] = end, end + 1, patches
-        return index.flatten()
+        index, end = offsets(height, width), (2 * height - 1) * (2 * width - 1)
+        before = torch.full((prefix, prefix + height * width), end + 2)
+        before[:, prefix:] = end
+        return torch.cat([before, F.pad(index, (prefix, 0), value=end + 1)]).flatten()
 
 
 class _Dense(torch.autograd.Function):
