@@ -12,6 +12,11 @@ from vitpos.probes import factorial
 WEIGHT = torch.tensor([[3.0, 4.0], [0.0, 0.0], [1.0, 0.0], [0.0, -2.0]])  # logits per patch of mean coordinate
 
 
+def cells(x, coords):
+    """The coordinates that are given, or those of the image's own grid."""
+    return positions.grid(x.shape[2] // 4, x.shape[3] // 4, dtype=x.dtype).coords if coords is None else coords
+
+
 class Additive(Constant):
     """Logits: a linear function of the mean coordinate plus `content` times a function of the image."""
 
@@ -20,8 +25,7 @@ class Additive(Constant):
         self.position, self.content = encoded("none").position, content
 
     def forward(self, x, coords=None, extent=None):
-        if coords is None:
-            coords = positions.grid(x.shape[2] // 4, x.shape[3] // 4, dtype=x.dtype).coords
+        coords = cells(x, coords)
         where = torch.arange(x.shape[3], dtype=x.dtype)
         content = (x.amax((1, 2)) * where).sum(1, keepdim=True) * torch.arange(CLASSES, dtype=x.dtype)
         return coords.mean(1) @ WEIGHT.to(x.dtype).mT + self.content * content + 0 * self.weight[0]
@@ -41,11 +45,49 @@ def test_planted_parts_are_found():
     grid = torch.tensor(found["gradient"]["map"])
     torch.testing.assert_close(grid, torch.full((3, 4), 5 / 12))  # |(3, 4)| over 12 places
     assert found["rows"][0]["decisions"]["ordinary"]["value"] == 0
+    # Far enough, and all decisions but those of the shifted image are others.
+    (row,) = probe("factorial", Additive(), options={"offsets": [[2, 3]]})[0]["rows"]
+    decisions = {name: entry["value"] for name, entry in row["decisions"].items()}
+    assert decisions == {"ordinary": 0, "following": 1, "encoding": 1, "coordinates": 1}
     # With content the parts add up without interaction, and content alone has no part of the coordinates.
     _, arrays = probe("factorial", Additive(content=1.0), options={"offsets": [list(offset)]})
     np.testing.assert_allclose(arrays["drift_coordinates"], by, rtol=1e-4)
     np.testing.assert_allclose(arrays["drift_interaction"], 0, atol=1e-3)
     assert arrays["drift_ordinary"].min() > 0.1
+
+
+class Tracking(Additive):
+    """Logits: a linear function of the coordinates that the content has, weighted by its mass; class 1 near the corner.
+
+    What follows the content is the same again, whatever patch it is in.
+    """
+
+    def forward(self, x, coords=None, extent=None):
+        mass = torch.nn.functional.avg_pool2d(x * 0.5 + 0.25, 4).flatten(1)  # [b, 12]
+        where = (mass[..., None] * cells(x, coords)).sum(1)
+        near = 2.8 * mass.sum(1, keepdim=True) * torch.tensor([0, 1, 0, 0], dtype=x.dtype)
+        return where @ WEIGHT.to(x.dtype).mT + near + 0 * self.weight[0]
+
+
+def test_coordinates_follow_the_content_and_not_the_other_way():
+    offsets = [[1, 0], [0, 1], [0, 2], [1, 1]]
+    images = Squares(n=39)  # one image fewer of class 1
+    found, arrays = probe("factorial", Tracking(), images, options={"offsets": offsets})
+    assert set(arrays["pred"]) == set(arrays["pred_both"].flat) == {1}
+    assert set(arrays["pred_shifted"].flat) == {0}
+    for effect in ("following", "interaction"):
+        np.testing.assert_allclose(arrays[f"drift_{effect}"], 0, atol=1e-4)
+    mass = images.objects.mean((1, 2, 3)).numpy()
+    for row, drift, offset in zip(found["rows"], arrays["drift_ordinary"], offsets):
+        by = (WEIGHT @ torch.tensor(offset, dtype=torch.float32)).tolist()
+        np.testing.assert_allclose(drift, mass * np.linalg.norm(by), rtol=1e-4)
+        decisions = {name: entry["value"] for name, entry in row["decisions"].items()}
+        assert decisions["following"] == 0
+        assert decisions["ordinary"] == decisions["encoding"] == 1
+        accuracy = {name: entry["value"] for name, entry in row["accuracy"].items()}
+        assert (accuracy["plain"], accuracy["both"], accuracy["shifted"]) == (9 / 39, 9 / 39, 10 / 39)
+    for effect in ("encoding", "coordinates"):
+        np.testing.assert_allclose(arrays[f"drift_{effect}"], arrays["drift_ordinary"], rtol=1e-4)
 
 
 @pytest.mark.parametrize(
