@@ -8,7 +8,7 @@ from fakes import Constant, Scenes, Squares
 from probing import encoded, probe
 from torch import nn
 
-from vitpos.probes import equivariance
+from vitpos.probes import _exact, equivariance
 
 CELLS = 4
 
@@ -104,6 +104,17 @@ def test_identities_hold_for_those_that_have_them(pos):
         else:
             assert arrays[f"{name}/change"].shape[1] == 3
             assert entry["holds"] or entry["largest"] > 1e-6
+
+
+def test_a_certificate_is_of_the_largest_change_and_strict():
+    held = _exact.certificate([[1e-13, 0.0], [3e-13, 1e-14]])
+    assert (held["holds"], held["largest"], held["trials"], held["images"]) == (True, 3e-13, 2, 2)
+    assert _exact.verdict(held) == "holds to 3.0e-13"
+    failed = _exact.certificate([[0.0, 0.0], [0.0, 2e-12]])  # one image in one trial
+    assert _exact.verdict(failed) == "fails by 2.0e-12"
+    logits = torch.tensor([[1.0, -4.0], [0.0, 0.0]], dtype=torch.float64)
+    change = _exact.relative_change(logits + torch.tensor([[0.0, 1e-3], [1e-3, 0.0]]), logits)
+    np.testing.assert_allclose(change, [1e-3 / 4, 1e-3])  # over the largest logit; absolute where all are 0
 
 
 def test_an_unrotated_class_token_leaks_the_position():
