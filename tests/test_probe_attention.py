@@ -121,6 +121,43 @@ def test_terms_add_up_to_the_logits_and_position_alone_is_position_alone():
     assert found["norm_ratio"]["value"] > 1e6
 
 
+def test_each_term_is_the_one_of_its_name():
+    """Query first: content-position is the query's content with the key's position."""
+    model = encoded("sincos2d", std=0.3)
+    _, arrays = probe("attention", model, IMAGES)
+    exact = subject(model, IMAGES).precise()
+    with torch.no_grad():
+        images = exact.normalized(exact.pixels(exact.indices))
+        content = exact.model.patch_embed(images)
+        position = attention._entering(exact, exact.model) - content
+        q, k, scale = attention._split(exact.model.blocks[0], content, position)
+    for t, (i, j) in enumerate(((0, 0), (0, 1), (1, 0), (1, 1))):
+        term = scale * q[i] @ k[j].mT  # [n, h, N, N]
+        squares = (term - term.mean((0, 2, 3), keepdim=True)).square().sum((1, 2, 3))
+        np.testing.assert_allclose(arrays["terms/total"][t], squares.numpy(), rtol=1e-8)
+    assert not np.allclose(arrays["terms/total"][1], arrays["terms/total"][2], rtol=0.01)
+
+
+def test_numbers_of_stored_attention_worked_by_hand():
+    ones = np.ones(2)
+    arrays = {
+        "layers": np.array(["block 1"]), "images": np.arange(2), "grid": np.array(GRID), "uniform": np.array(8.0),
+        "distance": np.array([[[2.0, 4.0], [6.0, 4.0]]]), "diversity": np.array([[0.2, 0.3]]) * math.log(2),
+        "on_patches": np.full((1, 2, 2), 0.75), "kernel/not_applicable": np.array("none"),
+        "terms/total": np.stack([4 * ones, 3 * ones, 2 * ones, ones, 0 * ones]),
+        "terms/relative": np.stack([ones, 0 * ones, ones, ones, 0 * ones]),
+        "terms/content_norm": np.array([3.0, 5.0]), "terms/position_norm": np.array(2.0),
+    }  # fmt: skip
+    found = attention.Attention().summarize(arrays, np.zeros(2))
+    (layer,) = found["layers"]
+    assert (layer["distance"]["value"], layer["over_uniform"]["value"], layer["heads"]) == (4, 0.5, [0.375, 0.625])
+    assert layer["diversity"]["value"] == pytest.approx(0.25)
+    assert found["norm_ratio"]["value"] == pytest.approx(0.5)
+    assert [entry["share"]["value"] for entry in found["terms"].values()] == pytest.approx([0.4, 0.3, 0.2, 0.1, 0])
+    alone = [entry["relative"]["value"] for entry in list(found["terms"].values())[:4]]
+    assert alone == pytest.approx([0.25, 0, 0.5, 1])
+
+
 def test_kernels_are_those_of_their_formulas():
     found, _ = probe("attention", encoded("sincos2d"), IMAGES)
     kernel = found["kernels"]["tokens"]

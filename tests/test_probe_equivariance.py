@@ -54,6 +54,18 @@ def test_features_that_do_not_are_caught():
     assert rolled["error"]["value"] > 0.3 * rolled["unrelated"]["value"]
 
 
+def test_the_error_is_relative_to_the_features():
+    """Features that move along and are half as large again have an error of one half, of whatever size they are."""
+    for size in (1.0, 100.0):
+        calls = iter(range(10**6))  # of each batch the image, then its eight shifts
+        scaled = Maps(lambda maps, calls=calls, size=size: size * maps * (1.0 if next(calls) % 9 == 0 else 1.5))
+        layer, _ = only(scaled)
+        for kind in ("error", "border", "interior"):
+            assert layer[kind]["value"] == pytest.approx(0.5, rel=1e-5)
+        assert layer["cosine"]["value"] == pytest.approx(1)
+        assert 0.1 < layer["unrelated"]["value"] < 3
+
+
 def test_a_border_shows_where_it_acts():
     torch.manual_seed(0)
     convolution = nn.Conv2d(16, 4, 3, padding=1)
