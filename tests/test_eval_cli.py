@@ -150,6 +150,21 @@ def test_encodings_are_compared_over_seeds_and_again_without_models(sweep, tmp_p
     assert "different decisions of none0" in err
 
 
+def test_differences_of_models_are_corrected_for_all_of_an_evaluation():
+    right = np.arange(60) < 30
+    decisions = []
+    for gained in (0, 7, 9):  # images that a model has right and the first has not
+        pred = np.where(right | (np.arange(60) >= 60 - gained), 0, 1)
+        decisions.append({"labels": np.zeros(60, int), "ids": np.arange(60).astype(str), "plain/pred": pred})
+    runs = [{"label": label, "placement": None, "seed": 0, "checkpoint": None} for label in "abc"]
+    evaluation.add_differences(runs, decisions, [None, 0, 0])
+    assert "difference_to_none" not in runs[0]
+    found = [run["difference_to_none"]["rows"][0]["difference"] for run in runs[1:]]
+    assert [one["value"] for one in found] == pytest.approx([7 / 60, 9 / 60])
+    assert [one["p"] for one in found] == pytest.approx([2 / 2**7, 2 / 2**9])  # McNemar's, all in one direction
+    assert [one["p_holm"] for one in found] == pytest.approx([2 / 2**7, 2 * 2 / 2**9])
+
+
 def test_runs_that_nothing_tells_apart_are_named(tmp_path, evaluate):
     for seed in (0, 1):
         for depth in (1, 2):
