@@ -137,7 +137,9 @@ def test_a_size_that_is_no_square_is_asked_for(tmp_path, evaluate):
 def test_weights_that_do_not_fit_are_refused(tmp_path, evaluate, monkeypatch):
     folder = make_folder(tmp_path / "images")
     headless = planted() | {"head.weight": torch.zeros(10, 24)}
-    assert "could not be made with its weights" in evaluated(tmp_path, evaluate, headless, folder=folder)
+    found = evaluated(tmp_path, evaluate, headless, folder=folder)
+    assert "could not be made with its weights" in found
+    assert "size mismatch for head.weight" in found  # what is wrong, not only that something is
     base = [f"model={NAME}", "data=folder", f"data.root={folder}"]
     (tmp_path / "junk.pth").write_text("junk")
     for words, message in (

@@ -2,9 +2,10 @@
 
 import numpy as np
 import pytest
+import timm
 import torch
 from fakes import Brightness, Constant, Scenes, Squares
-from probing import encoded, other, probe, subject
+from probing import OTHERS, encoded, other, probe, subject
 from torch.nn import functional as F
 
 import vitpos
@@ -159,11 +160,13 @@ def test_the_interpolation_is_named_and_used(interpolation):
         ("vit_small_patch16_rope_224", "timm's own"),
         ("vit_small_patch16_dinov3", "timm's own"),
         ("swin_tiny_patch4_window7_224", "timm's own"),
+        ("naflexvit_base_patch16_gap", "timm's own"),
     ],
 )
 def test_a_policy_is_named_wherever_positions_matter(name, policy):
     """Also of encodings that timm's modules hold, attached as they are."""
-    model = other(name)
+    small = {"embed_dim": 16, "depth": 1, "num_heads": 2, "in_chans": 1}
+    model = other(name) if name in OTHERS else timm.create_model(name, **small)
     assert subject(model).resize_policy() == policy
     if name.startswith("vit_small"):
         native = vitpos.attach(model, "native")

@@ -61,6 +61,27 @@ def test_known_models():
     assert len(np.unique(arrays["pred"][1:])) == 4
 
 
+def test_numbers_of_stored_decisions_worked_by_hand():
+    truth = np.array([0, 1, 2, 3])
+    pred = np.array([[0, 1, 2, 0], [0, 0, 2, 0], [1, 1, 0, 0], [0, 1, 2, 3]])  # blocks as below
+    arrays = {
+        "images": np.arange(4), "grid": np.array([4, 4]), "blocks": np.array([0, 1, 1, 2]), "pred": pred,
+        "logit_change": np.array([[0.0] * 4, [1, 2, 0, 0], [0, 0, 3, 0], [5, 0, 0, 0]]),
+        "exact/change": np.zeros(2),
+    }  # fmt: skip
+    found = shuffle.Shuffle().summarize(arrays, truth)
+    single, double = found["rows"]
+    assert found["unshuffled"]["value"] == 0.75
+    assert (single["block"], single["draws"], double["block"], double["draws"]) == (1, 2, 2, 1)
+    assert (single["shuffled"]["value"], double["shuffled"]["value"]) == (0.375, 1.0)
+    assert (single["sensitivity"]["value"], double["sensitivity"]["value"]) == (0.375, -0.25)  # lost is positive
+    assert (single["vs_reference"]["value"], double["vs_reference"]["value"]) == (0.625, 0.75)
+    assert (single["logit_change"], double["logit_change"]) == (3, 5)
+    scores = shuffle.Shuffle().scores(arrays, truth)
+    assert scores["1x1"].values.tolist() == [0.5, 0.5, 0.5, 0]
+    assert (scores["1x1"].repeats, scores["2x2"].values.tolist()) == (2, [1, 1, 1, 1])
+
+
 def test_block_sides():
     assert shuffle.block_sides("auto", (8, 12)) == [1, 2, 4]
     assert shuffle.block_sides("auto", (7, 7)) == [1]

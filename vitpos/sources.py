@@ -21,7 +21,7 @@ from vitpos import data, labels, seeds
 from vitpos.composition import Position
 from vitpos.config import MOVABLE
 from vitpos.data.decoded import INTERPOLATIONS
-from vitpos.spec import nearest
+from vitpos.spec import nearest, shortened
 
 WEIGHTS = "last.safetensors"
 
@@ -259,9 +259,11 @@ def _create(name: str, pretrained: bool, kwargs: dict[str, Any]) -> Any:
         # Convolutional networks take any size and know no img_size.
         return _create(name, pretrained, {key: value for key, value in kwargs.items() if key != "img_size"})
     except Exception as error:  # an unreadable file can raise anything
-        first = str(error).strip().split("\n")[0] or type(error).__name__
+        lines = [line.strip() for line in str(error).split("\n") if line.strip()]
+        told = next((line for line in lines if not line.endswith(":")), type(error).__name__)  # not a heading
+        reason = shortened(told, 120)
         raise ValueError(
-            f"model={name} could not be made{' with its weights' if pretrained else ''}: {first}"
+            f"model={name} could not be made{' with its weights' if pretrained else ''}: {reason}"
         ) from None
 
 

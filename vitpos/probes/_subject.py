@@ -23,6 +23,7 @@ from vitpos.parts import Arrays, Parts
 T = TypeVar("T")
 Batch = tuple[slice, Tensor]  # places among 0..N-1, and the data set's indices there
 OWN = "timm's own"  # resize policy
+OWN_POSITIONS = ("pos_embed", "rel_pos", "relative_position")  # in names of parameters
 PARTS = 32  # of the images, about so many: what is lost at most when an evaluation is stopped
 COLUMNS = {  # what a sweep keeps of each image's logits
     "pred": "the decision",
@@ -352,8 +353,8 @@ class Subject:
             names, policies = model.position.spec.names, vitpos.resize_policy(model).split(" + ")
             return " + ".join(OWN if name == "native" else policy for name, policy in zip(names, policies, strict=True))
         found = ["interpolate (timm)"] if getattr(model, "pos_embed", None) is not None else []
-        inside = (name for name, _ in model.named_parameters())
-        if getattr(model, "rope", None) is not None or any("rel_pos" in n or "relative_position" in n for n in inside):
+        inside = " ".join(name for name, _ in model.named_parameters() if name != "pos_embed")
+        if getattr(model, "rope", None) is not None or any(word in inside for word in OWN_POSITIONS):
             found.append(OWN)
         return " + ".join(found) or "-"
 

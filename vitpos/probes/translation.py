@@ -117,7 +117,7 @@ def window(images: Tensor, shift: Shift, extra: tuple[int, int]) -> Tensor:
         "bilinear, fourier": "Shifts by fractions of a pixel, interpolated linearly (which blurs) or by a phase ramp "
         "of the spectrum (band-limited, rings at the seam); both wrap.",
         "zhang": "Consistency: agreement of two random shifts, mean over images and passes. One pair a batch as "
-        "published, or one an image; the result says which. Its interval is over images, for the shifts that were drawn.",
+        "published, or one an image; the result says which. The interval is over images, for these shifts.",
         "every": "Share of images that are right at every shift of the group at once.",
         "logit_drift": "Norm of the change of the logits against the reference, over the norm of the logits about "
         "their mean, both summed over images.",
