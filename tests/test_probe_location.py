@@ -81,14 +81,17 @@ def test_ridge_from_sums_is_scikit_learns():
     ridge.add(torch.from_numpy(z[:7]), folds[:7])
     ridge.add(torch.from_numpy(z[7:]), folds[7:])
     ridge.solve(alpha=2.5)
-    error, _ = ridge.score(torch.from_numpy(z), folds)
+    error, hit = ridge.score(torch.from_numpy(z), folds)
     for fold in range(3):
         train, test = z[folds != fold], z[folds == fold]
         mean, spread = train.reshape(-1, 5).mean(0), train.reshape(-1, 5).std(0)
         spread[3] = 1
         fitted = Ridge(alpha=2.5).fit((train.reshape(-1, 5) - mean) / spread, np.tile(places, (len(train), 1)))
-        theirs = (fitted.predict((test.reshape(-1, 5) - mean) / spread).reshape(-1, H * W, 2) - places) ** 2
-        np.testing.assert_allclose(error[folds == fold].numpy(), theirs.sum(1), rtol=1e-9)
+        found = fitted.predict((test.reshape(-1, 5) - mean) / spread).reshape(-1, H * W, 2)
+        np.testing.assert_allclose(error[folds == fold].numpy(), ((found - places) ** 2).sum(1), rtol=1e-9)
+        right = found.round() == places  # row and column both
+        np.testing.assert_allclose(hit[folds == fold].numpy(), right.all(-1).mean(1))
+        assert (right[..., 0].mean() - right.all(-1).mean()) > 0.1
 
 
 def test_pixels_of_patches():

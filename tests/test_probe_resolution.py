@@ -86,6 +86,19 @@ def test_scores_over_seeds_are_by_size_under_the_first_policy():
     }  # fmt: skip
 
 
+def test_each_size_has_its_own_certainty():
+    arrays = {
+        "image_size": np.array([12, 16]), "upsample/sizes": np.array([[12, 16], [24, 32]]),
+        "upsample/policies": np.array(["-", "-"]), "upsample/pred": np.array([[1, 1], [1, 0]]),
+        "upsample/confidence": np.array([[0.9, 0.9], [0.7, 0.5]]),
+        "upsample/entropy": np.array([[0.1, 0.3], [0.6, 1.0]]),
+    }  # fmt: skip
+    native, large = resolution.Resolution().summarize(arrays, np.ones(2))["kinds"]["upsample"]["rows"]
+    assert (native["scale"], large["scale"]) == ([1, 1], [2, 2])
+    assert (native["ece"], large["ece"]) == (pytest.approx(0.1), pytest.approx((0.3 + 0.5) / 2))
+    assert (native["entropy"]["value"], large["entropy"]["value"]) == (pytest.approx(0.2), pytest.approx(0.8))
+
+
 def test_a_policy_that_no_encoding_offers_is_no_silent_gap():
     """Of a model without a vitpos encoding too, of which no policy applies."""
     assert {"default", "extrapolate", "interpolate", "normalized", "ntk"} <= set(resolution.policy_names())
