@@ -233,11 +233,15 @@ def test_phases_are_parted_into_whole_patches_and_between():
 
 
 def test_scores_over_seeds_are_of_the_same_quantities():
-    scores = probes.get("translation").scores(stored(), TRUTH)
+    drawn = [[[1, 1, 2, 0], [1, 0, 2, 1]], [[1, 1, 0, 0], [0, 1, 2, 2]]]  # [2 passes, 2 draws, 4 images]
+    scores = probes.get("translation").scores(stored(pred=drawn), TRUTH)
     found = {name: score.values.tolist() for name, score in scores.items()}
     assert found["crop/patch/pairwise"] == pytest.approx([1, 1 / 3, 1 / 3, 1 / 3])
     assert found["crop/patch/vs_reference"] == [1, 0, 0.5, 0.5]
     assert found["crop/patch/mean_shifted"] == [1, 0, 0.5, 0]
+    assert found["crop/patch/every"] == [True, False, False, False]
+    assert found["crop/zhang"] == [0.5, 0.5, 0.5, 0]
+    assert scores["crop/zhang"].repeats == 2
     assert found["crop/patch/worst"] == stats.worst_scores(PRED == TRUTH).tolist()
     assert {name: scores[f"crop/patch/{name}"].repeats for name in ("pairwise", "vs_reference", "mean_shifted")} == {
         "pairwise": 3, "vs_reference": 2, "mean_shifted": 2,

@@ -369,8 +369,13 @@ class Translation:
                     ("worst", stats.Score(stats.worst_scores(correct))),
                     ("pairwise", stats.Score(stats.pairwise_agreement(pred), count)),
                     ("vs_reference", stats.Score(stats.reference_agreement(pred[1:], pred[0]), count - 1)),
+                    ("every", stats.Score(correct.all(axis=0))),
                 )
             }
+        for variant in VARIANTS:
+            drawn = arrays.get(f"{variant}/zhang/pred")
+            if drawn is not None:
+                found[f"{variant}/zhang"] = stats.Score((drawn[:, 0] == drawn[:, 1]).mean(axis=0), len(drawn))
         return found
 
 
