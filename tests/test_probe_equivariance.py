@@ -118,6 +118,16 @@ def test_identities_hold_for_those_that_have_them(pos):
             assert entry["holds"] or entry["largest"] > 1e-6
 
 
+def test_a_constant_model_is_told_from_one_that_has_the_identities():
+    images = Squares(n=8, textured=True)
+    for model, constant in ((Constant(), True), (encoded("none"), False)):
+        found, _ = probe("equivariance", model, images)
+        assert found["identities"]["circular"]["holds"]
+        assert found["constant"] == constant
+        note = equivariance.Equivariance().views(found)[0]["note"]
+        assert ("says nothing" in note) == constant
+
+
 def test_a_certificate_is_of_the_largest_change_and_strict():
     held = _exact.certificate([[1e-13, 0.0], [3e-13, 1e-14]])
     assert (held["holds"], held["largest"], held["trials"], held["images"]) == (True, 3e-13, 2, 2)

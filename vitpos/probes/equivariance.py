@@ -35,7 +35,7 @@ from torch import Tensor
 
 from vitpos import positions, stats
 from vitpos.probes import Arrays, NotApplicable, Subject, register
-from vitpos.probes._exact import certificate, relative_change, verdict
+from vitpos.probes._exact import TOLERANCE, certificate, relative_change, verdict
 from vitpos.probes._shifts import circular_shift, crop_shift, patch_shifts
 from vitpos.probes._views import View, curves, table
 from vitpos.probes.shuffle import orders, shuffle_blocks
@@ -84,6 +84,7 @@ def spread(maps: Tensor) -> Tensor:
         "circular": "Identity: rolling the image by whole patches changes no logit.",
         "permutation": "Identity: permuting patches together with their coordinates changes no logit.",
         "holds": "To a relative change of 1e-12 of the logits in float64. A constant model has every identity.",
+        "constant": "The logits are the same for all images tried: no identity says anything.",
     },
 )
 class Equivariance:
@@ -97,7 +98,7 @@ class Equivariance:
             raise ValueError(f"equivariance.shift must be one of {list(SHIFTS)}, got {options['shift']!r}")
         if min(options["steps"], options["exact_images"]) < 1:
             raise ValueError(f"equivariance.steps and exact_images must be at least 1, got {dict(options)}")
-        arrays: Arrays = {}
+        arrays: Arrays = {"constant": np.array(constant(subject, options["exact_images"]))}
         for name, tried in identities(subject, options["exact_images"]).items():
             arrays |= {f"{name}/{key}": array for key, array in tried.items()}
         try:
@@ -166,11 +167,17 @@ class Equivariance:
                 "shifts": own["shifts"].tolist(),
                 "layers": [_layer(own, k) for k in range(len(own["layers"]))],
             }
-        return {"identities": certificates, "features": features}
+        same = bool(arrays["constant"]) if "constant" in arrays else None  # not stored by early versions
+        return {"identities": certificates, "constant": same, "features": features}
 
     def views(self, summary: dict[str, Any]) -> list[View]:
         verdicts = [[WORDS[name], verdict(entry)] for name, entry in summary["identities"].items()]
-        tried = "Tried on the logits in float64: relative change. A constant model has all of them."
+        tried = "Tried on the logits in float64: relative change. "
+        tried += {
+            True: "This model gives the same logits for all images: that it has them says nothing.",
+            False: "A constant model has all of them; this one is not constant.",
+            None: "A constant model has all of them.",
+        }[summary["constant"]]
         heads = {"what changes nothing": "", "verdict": ""}
         found = [table("identities", "Exact identities", tried, heads, verdicts, brief=True)]
         if "layers" not in summary["features"]:
@@ -237,6 +244,13 @@ def identities(subject: Subject, images: int) -> dict[str, Arrays]:
         except (NotApplicable, ValueError) as reason:  # an encoding may refuse coordinates, e.g. fractions
             found[name] = {"not_applicable": np.array(str(reason))}
     return found
+
+
+def constant(subject: Subject, images: int) -> bool:
+    """Whether the logits are the same for all of some images, in float64."""
+    exact, _ = subject.precise().some(images)
+    logits = exact.logits(exact.pixels(exact.indices))
+    return bool(relative_change(logits, logits[:1].expand_as(logits)).max() <= TOLERANCE)
 
 
 def _check_steps(grids: NDArray[np.int64], size: tuple[int, int], steps: list[tuple[int, int]]) -> None:
