@@ -57,7 +57,7 @@ def test_features_that_do_not_are_caught():
 def test_the_error_is_relative_to_the_features():
     """Features that move along and are half as large again have an error of one half, of whatever size they are."""
     for size in (1.0, 100.0):
-        calls = iter(range(10**6))  # of each batch the image, then its eight shifts
+        calls = iter(range(-1, 10**6))  # the grid of the layers; then of each batch the image and its eight shifts
         scaled = Maps(lambda maps, calls=calls, size=size: size * maps * (1.0 if next(calls) % 9 == 0 else 1.5))
         layer, _ = only(scaled)
         for kind in ("error", "border", "interior"):
@@ -75,6 +75,24 @@ def test_a_border_shows_where_it_acts():
     wrapping = nn.Conv2d(16, 4, 3, padding=1, padding_mode="circular")
     layer, _ = only(Maps(wrapping), shift="circular")
     assert layer["border"]["value"] < 1e-6
+
+
+class Stages(Constant):
+    """Puts out maps of every pixel of each patch, and of each two by two patches."""
+
+    def forward_intermediates(self, x, intermediates_only):
+        return [nn.functional.pixel_unshuffle(x, CELLS), nn.functional.pixel_unshuffle(x, 2 * CELLS)]
+
+
+def test_shifts_are_whole_in_the_coarsest_stage():
+    images = Squares(n=6, textured=True)
+    images.canvas = (16, 24)
+    found, arrays = probe("equivariance", Stages(), images)
+    assert arrays["features/grids"].tolist() == [[4, 6], [2, 3]]
+    assert (arrays["features/shifts"] % 8 == 0).all()
+    assert [layer["error"]["value"] for layer in found["features"]["layers"]] == [0, 0]
+    images.canvas = (8, 8)  # one cell of the coarse map: nothing can be shifted by it
+    assert "8x8 px is not two" in probe("equivariance", Stages(), images)[0]["features"]["not_applicable"]
 
 
 def test_pairs_correspond_as_written():

@@ -1,8 +1,8 @@
 """Equivariance: do the features move along when the image moves? By layer and by distance from the border; and which
 exact identities the model has.
 
-Dense features. For a shift d by whole patches and a layer's map F, place i + d of F(S_d x) should show what place i
-of F(x) showed, wherever both lie in the image:
+Dense features. For a shift d by whole patches (of a network of stages: by whole cells of its coarsest) and a layer's
+map F, place i + d of F(S_d x) should show what place i of F(x) showed, wherever both lie in the image:
 
     error = sqrt( sum |F(S_d x)[i + d] - F(x)[i]|^2 / sum |F(x)[i]|^2 )     over i, all shifts d != 0 and all images
 
@@ -110,11 +110,13 @@ class Equivariance:
     @staticmethod
     def _features(subject: Subject, options: Mapping[str, Any]) -> Arrays:
         part, chosen = subject.some(options["images"])
-        patch, size = part.patch, part.size
-        steps = [d for d in patch_shifts(patch, size, options["steps"]) if d != (0, 0)]
-        if size[0] % patch[0] or size[1] % patch[1] or not steps:
+        size = part.size
+        cell = _coarsest(part)
+        steps = [d for d in patch_shifts(cell, size, options["steps"]) if d != (0, 0)]
+        if size[0] % cell[0] or size[1] % cell[1] or not steps:
             raise NotApplicable(
-                f"an image of {size[0]}x{size[1]} px is not two or more whole patches of {patch[0]}x{patch[1]} px"
+                f"an image of {size[0]}x{size[1]} px is not two or more whole cells of {cell[0]}x{cell[1]} px, "
+                "those of the coarsest layer"
             )
         move, wrap = SHIFTS[options["shift"]], options["shift"] == "circular"
         n = len(chosen)
@@ -251,6 +253,14 @@ def constant(subject: Subject, images: int) -> bool:
     exact, _ = subject.precise().some(images)
     logits = exact.logits(exact.pixels(exact.indices))
     return bool(relative_change(logits, logits[:1].expand_as(logits)).max() <= TOLERANCE)
+
+
+def _coarsest(subject: Subject) -> tuple[int, int]:
+    """The cells (h, w) in pixels of the coarsest layer, or the patch where that is larger: what shifts are whole in
+    every layer."""
+    maps = subject.features(subject.pixels(subject.indices[:1])).values()
+    cells = [[-(-side // count) for side, count in zip(subject.size, one.shape[-2:])] for one in maps]
+    return tuple(max(sides) for sides in zip(subject.patch, *cells))  # type: ignore[return-value]
 
 
 def _check_steps(grids: NDArray[np.int64], size: tuple[int, int], steps: list[tuple[int, int]]) -> None:
