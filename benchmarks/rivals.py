@@ -1,13 +1,14 @@
 """Rivals that take turns: how benchmarks time them, and the rows that they print.
 
-In each round every rival has one turn, in one process, in the other order every second round. Times are CPU seconds of
-the process, which other work on the machine hardly touches, or wall time. A row holds the first rival's median time a
-call, and of each other one the median and quartiles, over rounds, of its time divided by the first one's in the same
-round.
+In each round every rival has one turn, in one process, in an order drawn anew, so that none profits from what another
+leaves in the cache. Times are CPU seconds of the process, which other work on the machine hardly touches, or wall time.
+A row holds the first rival's median time a call, and of each other one the median and quartiles, over rounds, of its
+time divided by the first one's in the same round.
 """
 
 import argparse
 import math
+import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -32,8 +33,9 @@ def race(title: str, rivals: Rivals, rounds: int, *, least: float = 0.0, clocks:
         run()
     calls = max(1, math.ceil(least / min(_turn(run, 1)["CPU"] for run in rivals.values())))
     times: dict[str, dict[str, list[float]]] = {clock: {name: [] for name in rivals} for clock in CLOCKS}
-    for round_ in range(rounds):
-        for name in list(rivals)[:: -1 if round_ % 2 else 1]:
+    order, names = random.Random(0), list(rivals)
+    for _ in range(rounds):
+        for name in order.sample(names, len(names)):
             for clock, spent in _turn(rivals[name], calls).items():
                 times[clock][name].append(spent)
     for clock in clocks:
