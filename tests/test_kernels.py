@@ -108,6 +108,11 @@ def test_turns_of_a_sum(count):
         kernels.turns, lambda y, x: kernels.cos_sin((y[:, :, None] + x[:, None]).flatten(1, 2)),
         y.detach().requires_grad_(), x.detach().requires_grad_(),
     )  # fmt: skip
+    with torch.no_grad():
+        turn = kernels.turns(y, x)
+        assert torch.equal(turn, kernels.turns(y.requires_grad_(), x))
+    assert turn.transpose(0, 1).is_contiguous()  # heads side by side, as those of q and k: one run of memory for all
+    assert apart(turn, kernels.turns(-y, x)) > 0.1
 
 
 def plain_bias(table, beside, prefix):
@@ -147,11 +152,19 @@ def test_gradients_of_gradients_of_a_dense_bias(monkeypatch):
     assert torch.autograd.gradgradcheck(lambda t, b: kernels.dense_bias(t, b, 1), (table, beside))
 
 
-def test_an_expanded_bias_takes_the_kernel_and_equals_the_compiled_path(monkeypatch):
-    table = OffsetTable(torch.randn(2, 5, 7), torch.randn(1, 3))
-    ours = expand_bias(table, 2)
-    monkeypatch.setattr(kernels, "eager", lambda *tensors: False)
-    assert torch.equal(ours, expand_bias(table, 2))
+@pytest.mark.parametrize(("grid", "prefix"), [*zip(GRIDS, (0, 1, 5)), ((1, 6), 0), ((5, 1), 2)])
+def test_an_expanded_bias_takes_the_kernel_and_equals_the_compiled_path(grid, prefix, monkeypatch):
+    table = torch.randn(2, 2 * grid[0] - 1, 2 * grid[1] - 1)
+    for beside in (torch.randn(2, 3), torch.randn(1, 3)):
+        given = OffsetTable(table, beside)
+        with monkeypatch.context() as patch:
+            patch.setattr(kernels, "dense_bias", lambda *given: "the kernel")
+            assert expand_bias(given, prefix) == "the kernel"
+            patch.setattr(kernels, "eager", lambda *tensors: False)
+            plain = expand_bias(given, prefix)
+        assert torch.equal(plain, expand_bias(given, prefix))
+        assert torch.equal(plain, plain_bias(table, beside.expand(2, 3), prefix))
+        assert not torch.equal(plain, plain_bias(table.flip(1, 2), beside.expand(2, 3), prefix))
 
 
 @pytest.mark.parametrize("chunk", [1, 700, 40_000, 10**6])  # some queries, heads, images at a time
