@@ -355,6 +355,22 @@ def test_difference_to_a_baseline_is_over_the_same_images():
     assert probes.differences(a, b | {"ids": b["ids"][::-1]}) == []
 
 
+def test_a_difference_is_at_its_own_size_and_the_baselines_first_policy():
+    truth = {"labels": np.zeros(4, int), "ids": np.arange(4).astype(str), "plain/pred": np.zeros(4, int)}
+    sizes = np.array([[8, 8], [16, 16], [8, 8], [16, 16]])
+
+    def at(*preds):
+        key = "resolution/upsample/"
+        return truth | {f"{key}sizes": sizes, f"{key}policies": np.array([*"aabb"]), f"{key}pred": np.array(preds)}
+
+    mine = at([0, 0, 0, 0], [0, 0, 0, 1], [0, 0, 1, 1], [0, 1, 1, 1])
+    theirs = at([0, 0, 0, 0], [0, 1, 1, 1], [1, 1, 1, 1], [1, 1, 1, 1])
+    rows = [row for row in probes.differences(mine, theirs) if row["kind"] == "upsample"]
+    found = [(row["size"], row["policy"], row["difference"]["value"]) for row in rows]
+    assert found == [([8, 8], "a", 0), ([16, 16], "a", 0.5), ([8, 8], "b", -0.5), ([16, 16], "b", 0)]
+    assert [row["difference"]["p"] for row in rows] == [1, 0.5, 0.5, 1]
+
+
 NEW_PROBE = """
 import numpy as np
 from vitpos.probes import register
