@@ -219,7 +219,8 @@ def test_metrics_can_be_chosen_beforehand():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"baseline": "rope_axal"}, "compare.baseline=rope_axal is none of the encodings.*rope_axial"),
+        ({"baseline": "rope_axal"}, "compare.baseline=rope_axal is no encoding.*rope_axial"),
+        ({"baseline": "alibi"}, "compare.baseline=alibi is none of the encodings; known: ape1d, none, rope_axial"),
         ({"metrics": ["acuracy"]}, "'acuracy' was not measured.*accuracy"),
         ({"margin": 2}, r"compare.margin=2 must be a share between 0 and 1"),
         ({"margin": 0}, r"compare.margin=0"),

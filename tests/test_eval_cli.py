@@ -284,6 +284,8 @@ def test_random_weights_are_the_same_again():
         (["results="], "results= is empty"),
         (["checkpoint={run}", "compare.margin=abc"], "compare.margin='abc' is str, expected float or int or null"),
         (["checkpoint={run}", "compare.marign=1"], "did you mean compare.margin"),
+        (["checkpoint={run}", "compare.margin=2"], "compare.margin=2 must be a share between 0 and 1"),
+        (["checkpoint={run}", "compare.baseline=nonne"], "compare.baseline=nonne is no encoding: .*did you mean none"),
         (["runs=."], "no run folder below"),
         (["checkpoint=x", "model=y"], "give one of"),
         (["model=vit_tiny_patch16_224"], "data=digits"),
@@ -349,7 +351,8 @@ def test_errors_are_one_line_and_write_nothing(words, message, tmp_path, monkeyp
             path.parent.mkdir(exist_ok=True)
             save_file({"x": torch.zeros(2)}, path)
             names[name] = path
-    if any(word.startswith(("out=", "images=", "note=")) for word in words):  # refused before anything is loaded
+    early = "out=", "images=", "note=", "compare."  # refused before anything is loaded
+    if any(word.startswith(early) for word in words):
         monkeypatch.setattr("vitpos.load", lambda *_, **__: pytest.fail("a model was loaded"))
     for name, classes in (("nine", [*"012345678"]), ("letters", [*"abcdefghij"])):
         if words and name in words[0]:

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitpos import hierarchy, report, significance
-from vitpos.spec import nearest
+from vitpos.spec import nearest, parse
 from vitpos.stats import LEVEL, Score
 
 Run = dict[str, Any]
@@ -44,6 +44,15 @@ class Options:
     baseline: str | None = "none"
     metrics: Sequence[str] | None = None
     margin: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.margin is not None and not 0 < self.margin < 1:
+            raise ValueError(f"compare.margin={self.margin} must be a share between 0 and 1 (0.01 is one point)")
+        if self.baseline is not None:
+            try:
+                parse(self.baseline)
+            except ValueError as error:
+                raise ValueError(f"compare.baseline={self.baseline} is no encoding: {error}") from None
 
 
 @dataclass(eq=False)
@@ -81,11 +90,9 @@ class Row:
 def comparison(measured: Sequence[Measured], options: Options = Options()) -> list[dict[str, Any]]:
     """One comparison for each set of runs that were measured in the same way and have encodings with several seeds
     (docs/results.md). Raises ValueError for a baseline or a metric that none of the runs has."""
-    if options.margin is not None and not 0 < options.margin < 1:
-        raise ValueError(f"compare.margin={options.margin} must be a share between 0 and 1 (0.01 is one point)")
     known = list(dict.fromkeys(str(one.run["encoding"]) for one in measured))
     if options.baseline is not None and options.baseline not in ("none", *known):
-        near = nearest(options.baseline, ["none", *known])
+        near = nearest(options.baseline, {"none", *known})
         raise ValueError(f"compare.baseline={options.baseline} is none of the encodings; {near}")
     found = []
     for index, group, members in _grouped(measured):

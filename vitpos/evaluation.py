@@ -90,6 +90,7 @@ def check(cfg: DictConfig) -> None:
         )
     if cfg.batch_size < 1:
         raise ValueError(f"batch_size={cfg.batch_size} must be 1 or more")
+    compared(cfg)
     if cfg.precision not in probes.PRECISIONS:
         raise ValueError(f"precision={cfg.precision} must be one of {', '.join(probes.PRECISIONS)}")
     if cfg.threads is not None and cfg.threads < 1:
@@ -351,19 +352,23 @@ def summaries(runs: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
+def compared(cfg: DictConfig) -> compare.Options:
+    chosen: Any = OmegaConf.to_container(cfg.compare, resolve=True)
+    if isinstance(chosen["metrics"], str):
+        chosen["metrics"] = [chosen["metrics"]]
+    return compare.Options(**chosen)
+
+
 def add_comparison(
     results: dict[str, Any], decisions: Sequence[Mapping[str, np.ndarray]], cfg: DictConfig
 ) -> dict[str, Any]:
     """The results with encodings compared over seeds, where several seeds of any are there (`comparison`), or what is
     in the way (`not_compared`)."""
-    chosen: Any = OmegaConf.to_container(cfg.compare, resolve=True)
-    if isinstance(chosen["metrics"], str):
-        chosen["metrics"] = [chosen["metrics"]]
     measured = [
         compare.Measured(run, np.concatenate([own["ids"].astype(str), own["labels"].astype(str)]), probes.scores(own))
         for run, own in zip(results["runs"], decisions)
     ]
-    found = compare.comparison(measured, compare.Options(**chosen))
+    found = compare.comparison(measured, compared(cfg))
     obstacles = compare.obstacles(measured)
     return results | ({"comparison": found} if found else {}) | ({"not_compared": obstacles} if obstacles else {})
 
