@@ -253,7 +253,7 @@ def test_convolutional_network_by_its_stride():
         ({"resolution": {"upsample": [14]}}, r"14 of size 14x14 is not a multiple of the patch \(4\): try 12 or 16"),
         ({"resolution": {"upsample": [[12, 2]]}}, "width 2 .* try 4"),
         ({"resolution": {"canvas": [8]}}, "only be larger"),
-        ({"resolution": {"upsample": "24"}}, "auto or a list"),
+        ({"resolution": {"upsample": "24"}}, r"resolution\.upsample must be none, auto or a list.*'24'"),
         ({"resolution": {"upsample": [[1, 2, 3]]}}, "side or a"),
         ({"translation": {"variants": ["cropp"]}}, "variants"),
         ({"translation": {"steps": 0}}, "at least 1"),

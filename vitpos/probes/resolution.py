@@ -105,7 +105,9 @@ def resolve_sizes(sizes: Any, kind: str, native: Size, patch: Size) -> list[Size
         ]
         return list(dict.fromkeys(found))  # type: ignore[arg-type]
     if not isinstance(sizes, Sequence) or isinstance(sizes, str) or not sizes:
-        raise ValueError(f"sizes must be auto or a list of sides or [height, width] pairs, got {sizes!r}")
+        raise ValueError(
+            f"resolution.{kind} must be none, auto or a list of sides or [height, width] pairs, got {sizes!r}"
+        )
     pairs = []
     for size in sizes:
         pair = (size, size) if isinstance(size, int) else tuple(size) if isinstance(size, list | tuple) else ()
