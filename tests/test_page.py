@@ -138,6 +138,8 @@ def test_phones_sort_by_a_menu_and_see_that_a_table_goes_on(browser, page_file):
     assert homes == sorted(homes, reverse=True)
     menu.select_option("as listed")
     assert column(page, 0) == names
+    for menu in page.locator("select").all():
+        assert all(menu.locator("option").all_text_contents())
     page.get_by_text("All shifts", exact=True).click()
     box = page.locator(".scroll").filter(has=page.get_by_text("vs reference, if right"))
     assert "more" in box.get_attribute("class")

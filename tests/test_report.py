@@ -165,8 +165,9 @@ def test_a_larger_canvas_and_a_resized_image_stand_side_by_side():
     assert group.columns[-1].key == "resolution/upsample/48x48"
     text = " ".join(printed(both).split())
     assert "canvas enlarged, image resized" in text
-    assert "(resize=): interpolate: ape1d; extrapolate: rope_axial." in text
-    assert "(resize=)" not in printed(results(with_both_kinds("none", "-")))
+    assert "its own policy: interpolate (ape1d: all coordinates are scaled into the training grid" in text
+    assert "extrapolate (rope_axial: coordinates run on). Differences there" in text
+    assert "its own policy" not in printed(results(with_both_kinds("none", "-")))
 
 
 @pytest.mark.parametrize(("width", "parts"), [(80, 2), (130, 1), (40, 4)])
@@ -458,6 +459,10 @@ def test_the_page_says_what_was_tested():
     assert "none of these models is a control trained at uniform placement" in home
     assert "the control trained at uniform placement says how much" in both
     assert "Trained uniform: with objects anywhere" in both
+    taught = run("ape1d") | {"recipe": {"train": {"lr": 0.003, "ema": None}, "init": False}}
+    assert "recipe of all</dt><dd><code>train.lr 0.003, init False</code>" in report.to_html(results(taught))
+    other = run("rpb") | {"recipe": {"train": {"lr": 0.1}}}
+    assert "recipe of rpb</dt><dd><code>train.lr 0.1</code>" in report.to_html(results(taught, other))
     few = shown_run("ape1d", 0.5)
     few["probes"]["mine"]["images_used"] = 64
     assert "What it means. On 64 images." in report.to_html(results(few))

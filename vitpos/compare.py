@@ -269,14 +269,7 @@ def _unlike(row: Row, base: Row) -> str:
 
 def _settings(run: Run) -> dict[str, Any]:
     own = {key: run[key] for key in ("architecture", "epochs")}
-    return own | {key: value for key, value in _flat(run.get("recipe") or {}).items() if key != "train.epochs"}
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return found
+    return own | {key: value for key, value in report.flat(run.get("recipe") or {}).items() if key != "train.epochs"}
 
 
 def _differences(rows: Sequence[Row], options: Options) -> list[str]:

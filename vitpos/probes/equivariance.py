@@ -173,22 +173,25 @@ class Equivariance:
         return {"identities": certificates, "constant": same, "features": features}
 
     def views(self, summary: dict[str, Any]) -> list[View]:
-        verdicts = [[WORDS[name], verdict(entry)] for name, entry in summary["identities"].items()]
+        verdicts = [
+            [WORDS[name], verdict(entry), entry.get("largest")] for name, entry in summary["identities"].items()
+        ]
         tried = "Tried on the logits in float64: relative change. "
         tried += {
             True: "This model gives the same logits for all images: that it has them says nothing.",
             False: "A constant model has all of them; this one is not constant.",
             None: "A constant model has all of them.",
         }[summary["constant"]]
-        heads = {"what changes nothing": "", "verdict": ""}
+        heads = {"what changes nothing": "", "verdict": "", "largest change": ""}
         found = [table("identities", "Exact identities", tried, heads, verdicts, brief=True)]
         if "layers" not in summary["features"]:
             return found
         layers = summary["features"]["layers"]
         names = [layer["layer"] for layer in layers]
         note = (
-            "Relative error of the features at corresponding places, before and after a shift by whole patches. At the "
-            "border, and away from it; unrelated: between different places of one image, for scale."
+            "Relative error of the features at corresponding places, before and after a shift by whole patches to each "
+            "side, of which what leaves the frame is lost (with shift=circular it comes in again). At the border, and "
+            "away from it; unrelated: between different places of one image, for scale."
         )
         kinds = ("error", "border", "interior", "unrelated")
         lines = {key: (names, [layer[key] for layer in layers]) for key in kinds}

@@ -219,7 +219,8 @@ class Factorial:
         if lines:
             found.append(
                 curves(
-                    "drift", "The parts of a shift", f"Drift of the logits relative to their spread: {parts}.",
+                    "drift", "The parts of a shift",
+                    f"Drift of the logits relative to their spread: {parts}. What leaves the frame is lost.",
                     "offset (patches)", "relative drift", lines, "",
                 )
             )  # fmt: skip

@@ -158,13 +158,14 @@ class Shuffle:
 
     def views(self, summary: dict[str, Any]) -> list[View]:
         grid = "x".join(map(str, summary["grid"]))
+        exact = [verdict(summary["exact"]), summary["exact"]["largest"]]
         rows = [
             [f"{row['block']}x{row['block']}", summary["unshuffled"], row["shuffled"], row["sensitivity"],
-             row["vs_reference"], verdict(summary["exact"]) if row["block"] == 1 else None]
+             row["vs_reference"], *(exact if row["block"] == 1 else [None, None])]
             for row in summary["rows"]
         ]  # fmt: skip
         columns = {"block (patches)": "", "accuracy": "percent", "shuffled": "percent", "sensitivity": "percent",
-                   "vs reference": "percent", "no change (float64)": ""}  # fmt: skip
+                   "vs reference": "percent", "no change (float64)": "", "largest change": ""}  # fmt: skip
         note = (
             f"Blocks of patches change places at random on a grid of {grid} patches. Without position, and with "
             "patches that see nothing beyond themselves, shuffling single patches changes nothing."

@@ -331,8 +331,9 @@ class Translation:
             heads = {"shift": "", "along the diagonal": "", "shifts": "", "accuracy": "percent",
                      "vs reference": "percent"}  # fmt: skip
             note = (
-                "What is lost at whole patches is the encoding's and the border's; what is lost beyond that between "
-                "them is the tokenizer's."
+                "At whole patches the encoding and the border matter, between them the tokenizer as well. The two are "
+                "at different distances (the shortest, which training may have seen, lie between): none, which has no "
+                "encoding, shows the tokenizer's part alone."
             )
             found.append(table("phase-parts", "Shifts by whole patches and between", note, heads, parts))
         if fractions:

@@ -101,8 +101,9 @@ def explained(found: Comparison) -> list[str]:
         text.append(
             f"Δ: difference to {found['baseline']} in points, paired by seed and image, with its interval. "
             "* p ≤ 0.05, ** 0.01, *** 0.001, after Holm's correction for the "
-            f"{found['tests']} differences of this table; intervals are for each alone. Differences to another "
-            "encoding: the same command with compare.baseline=NAME."
+            f"{found['tests']} differences of this table; intervals are for each alone, and may reach beyond what "
+            "is possible (t knows no bounds). Differences to another encoding: the same command with "
+            "compare.baseline=NAME."
         )
         if found["margin"]:
             text.append(f"≈: within ±{100 * found['margin']:g} points, p ≤ 0.05 by two one-sided tests, after Holm.")

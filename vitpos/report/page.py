@@ -13,7 +13,7 @@ from vitpos.report.figures import drawings, styles
 from vitpos.report.files import SCHEMA
 from vitpos.report.grouping import Group, Run, compared_with, difference, groups, over_seeds, sizes_of
 from vitpos.report.views import shown, views
-from vitpos.report.words import about, certificates, legend, policies, remarks, title, trained
+from vitpos.report.words import about, certificates, legend, policies, recipes, remarks, title, trained
 from vitpos.tables import marks, percent, points, span
 
 
@@ -53,11 +53,13 @@ def to_html(results: dict[str, Any]) -> str:
                 "leaders": leaders(one),
                 "seeds": min(len(row["seeds"]) for row in one["rows"]),
                 **one,
-                "legend": [*explained(one), *policies(found[one["group"]])],
+                "policies": policies(found[one["group"]]),
+                "legend": explained(one),
             }
             for one in results.get("comparison", [])
         ],
         definitions=definitions,
+        recipes=recipes(results["runs"]),
         schema=SCHEMA,
     )
 

@@ -23,8 +23,10 @@ class Shown:
         used = {run["probes"][self.probe].get("images_used", run["images"]) for run, _ in self.runs}
         on = f" On {min(used)} images." if used != {run["images"] for run, _ in self.runs} else ""
         seeds: list[int] = next((run["seeds"] for run, _ in self.runs if "seeds" in run), [])
+        numbers = any(isinstance(cell, dict) for _, view in self.runs for row in view.get("rows", []) for cell in row)
         if seeds and self.view["kind"] == "table":
-            on += f" Mean of seeds {', '.join(map(str, seeds))}; small numbers from the lowest seed to the highest."
+            on += f" Mean of seeds {', '.join(map(str, seeds))}"
+            on += "; small numbers from the lowest seed to the highest." if numbers else "."
         return f"{self.view['note']}{on}"
 
     @property

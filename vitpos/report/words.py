@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from vitpos.report.grouping import Group, Run, base_name, compared_with, decided, setup, shifts_of, sizes_of
+from vitpos.report.grouping import Group, Run, base_name, compared_with, decided, flat, setup, shifts_of, sizes_of
 from vitpos.tables import percent, span
+
+POLICIES = {  # what an encoding does at a size beyond that of training
+    "interpolate": "all coordinates are scaled into the training grid, those of an object that stays where it was too",
+    "extrapolate": "coordinates run on",
+}
 
 
 def title(group: Group) -> str:
@@ -47,6 +52,16 @@ def about(group: Group) -> str:
     return text
 
 
+def recipes(runs: list[Run]) -> list[tuple[str, str]]:
+    """How the runs were trained: each recipe with its encodings; nothing where that is not known."""
+    found: dict[str, dict[str, None]] = {}
+    for run in runs:
+        if run.get("recipe"):
+            text = ", ".join(f"{key} {value}" for key, value in flat(run["recipe"]).items() if value is not None)
+            found.setdefault(text, {})[base_name(run)] = None
+    return [(", ".join(names), text) for text, names in found.items()]
+
+
 def legend(group: Group) -> list[str]:
     """What the columns and intervals are over, and what not to conclude."""
     lines = [f"{column.title}: {column.note}." for column in group.columns]
@@ -75,12 +90,17 @@ def policies(group: Group) -> list[str]:
         for kind in group.kinds:
             policy = sizes_of(run, kind)[0]["policy"]
             found.setdefault(policy, {})[base_name(run)] = None
-    known = [f"{policy}: {', '.join(names)}" for policy, names in found.items() if policy != "-"]
+    known = [
+        f"{policy} ({', '.join(names)}{': ' + POLICIES[policy] if policy in POLICIES else ''})"
+        for policy, names in found.items()
+        if policy != "-"
+    ]
     if not known:
         return []
     return [
-        "At larger sizes each encoding has places that training had not. What it does there decides much, and can be "
-        f"chosen (resize=): {'; '.join(known)}."
+        "At larger sizes there are places that training had not, and each encoding follows its own policy: "
+        f"{'; '.join(known)}. Differences there are those of encoding and policy together; resolution.policies=[...] "
+        "measures several."
     ]
 
 

@@ -1,10 +1,10 @@
 // Tables sort by a click on a heading: down, up, and as they were. Cells without a number stay last.
 for (const table of document.querySelectorAll("table")) {
   const body = table.tBodies[0], heads = [...table.tHead.rows[0].cells], original = [...body.rows];
-  const names = heads.map((head) => head.innerText.trim());
+  const names = heads.map((head) => head.textContent.trim());
   const textual = (column) => !column || heads[column].classList.contains("text");
   const key = (row, column) => {
-    const text = row.cells[column].innerText.trim(), number = parseFloat(text.replace(/\u2212/g, "-").replace(/,/g, ""));
+    const text = row.cells[column].textContent.trim(), number = parseFloat(text.replace(/\u2212/g, "-").replace(/,/g, ""));
     return textual(column) ? text : isNaN(number) ? null : number;
   };
   const sort = (column, direction) => {
