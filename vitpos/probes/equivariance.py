@@ -173,15 +173,14 @@ class Equivariance:
         return {"identities": certificates, "constant": same, "features": features}
 
     def views(self, summary: dict[str, Any]) -> list[View]:
+        empty = " (a constant model)" if summary["constant"] else ""
         verdicts = [
-            [WORDS[name], verdict(entry), entry.get("largest")] for name, entry in summary["identities"].items()
+            [WORDS[name], verdict(entry) + empty, entry.get("largest")] for name, entry in summary["identities"].items()
         ]
-        tried = "Tried on the logits in float64: relative change. "
-        tried += {
-            True: "This model gives the same logits for all images: that it has them says nothing.",
-            False: "A constant model has all of them; this one is not constant.",
-            None: "A constant model has all of them.",
-        }[summary["constant"]]
+        tried = (
+            "Tried on the logits in float64: relative change. A model with the same logits for all images has all of them, "
+            "which says nothing: it is marked as constant."
+        )
         heads = {"what changes nothing": "", "verdict": "", "largest change": ""}
         found = [table("identities", "Exact identities", tried, heads, verdicts, brief=True)]
         if "layers" not in summary["features"]:
