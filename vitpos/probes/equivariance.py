@@ -178,8 +178,8 @@ class Equivariance:
             [WORDS[name], verdict(entry) + empty, entry.get("largest")] for name, entry in summary["identities"].items()
         ]
         tried = (
-            "Tried on the logits in float64: relative change. A model with the same logits for all images has all of them, "
-            "which says nothing: it is marked as constant."
+            "Tried on the logits in float64: relative change. A model with the same logits for all images has all of "
+            "them, which says nothing: it is marked as constant."
         )
         heads = {"what changes nothing": "", "verdict": "", "largest change": ""}
         found = [table("identities", "Exact identities", tried, heads, verdicts, brief=True)]
