@@ -199,7 +199,8 @@ def models(side: int, sizes: dict[str, Any], specs: list[str]) -> dict[str, Any]
 
 def whole(table: Table, title: str, side: int, batch: int, sizes: dict[str, Any], kind: str, specs: list[str]) -> None:
     """Whole models of four blocks: patch embedding and final norm are among what is timed."""
-    if not (table.wants(f"inference, {title}") or table.wants(f"training step, {title}")):
+    inferring, training = (f"{what}, {title}, {kind}" for what in ("inference", "training step"))
+    if not (table.wants(inferring) or table.wants(training)):
         return
     found = models(side, sizes, specs)
     step = sizes.get("patch_size", 16)
@@ -219,10 +220,10 @@ def whole(table: Table, title: str, side: int, batch: int, sizes: dict[str, Any]
 
     for model in found.values():
         model.eval()
-    table.race(f"inference, {title}, {kind}", {n: lambda m=m: inference(m) for n, m in found.items()})
+    table.race(inferring, {n: lambda m=m: inference(m) for n, m in found.items()})
     for model in found.values():
         model.train()
-    table.race(f"training step, {title}, {kind}", {n: lambda m=m: train(m) for n, m in found.items()})
+    table.race(training, {n: lambda m=m: train(m) for n, m in found.items()})
 
 
 def compiled(table: Table) -> None:
