@@ -96,7 +96,9 @@ def test_what_was_measured_otherwise_is_neither_beside_it_nor_compared_with_it(p
     assert report.baselines([none, run("ape1d")]) == [None, 0]
 
 
-@pytest.mark.parametrize("key", ["placement", "val_fraction", "workers", "crop_padding", "flip", "download"])
+@pytest.mark.parametrize(
+    "key", ["placement", "val_fraction", "workers", "crop_padding", "flip", "download", "augment", "erase", "train"]
+)
 def test_what_only_training_saw_is_no_difference(key):
     other = changed(run("ape1d"), f"data.{key}", "other")
     assert len(report.groups(results(run("none"), other))) == 1
@@ -463,6 +465,10 @@ def test_the_page_says_what_was_tested():
     assert "recipe of all</dt><dd><code>train.lr 0.003, init False</code>" in report.to_html(results(taught))
     other = run("rpb") | {"recipe": {"train": {"lr": 0.1}}}
     assert "recipe of rpb</dt><dd><code>train.lr 0.1</code>" in report.to_html(results(taught, other))
+    lines = ["a and b are of one seed: leave out one"]
+    assert "Not compared over seeds: a and b are of one seed" in report.to_html(
+        results(run("a")) | {"not_compared": lines}
+    )
     few = shown_run("ape1d", 0.5)
     few["probes"]["mine"]["images_used"] = 64
     assert "What it means. On 64 images." in report.to_html(results(few))

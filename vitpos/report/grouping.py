@@ -10,7 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 # Keys of a data configuration that shape training alone: the test images are the same whatever they are.
-TRAINING_ONLY = {"placement", "val_fraction", "crop_padding", "flip", "min_crop_area", "workers", "download"}
+TRAINING_ONLY = {
+    "placement", "val_fraction", "crop_padding", "flip", "min_crop_area", "workers", "download", "augment", "erase",
+    "color_jitter", "train", "val",
+}  # fmt: skip
 SIZE_KINDS = {  # of the resolution probe: what a column is called, and what it means
     "canvas": ("canvas", "canvas grown, object on the tokens it was on; only positions and background are new"),
     "upsample": ("resized", "image resized; things have another size too"),
