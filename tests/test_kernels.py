@@ -396,13 +396,34 @@ def test_transforms_of_anything():
             torch.testing.assert_close(both[0], before)
             assert apart(both[1], before) > 1e-4
             assert torch.equal(model(x), before)
-    for spec in ("none", "rope_axial", "rpb", "rope_dinov3 + cpb"):
+    for spec in ("none", "rope_axial", "rope_mixed", "rpb", "rope_dinov3 + cpb"):
         model = tiny(spec, (3, 5), 1, depth=1).float()
         jacobians = [
             torch.autograd.functional.jacobian(lambda x: model(x).sum(0), x, vectorize=vectorize)  # noqa: B023
             for vectorize in (True, False)
         ]
         assert apart(*jacobians) < 1e-5
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("layout", ["interleaved", "half"])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_several_gradients_of_angles_at_once(layout, batch):
+    y, x = (torch.randn(3, side, 4, requires_grad=True) for side in (2, 5))
+    phase = torch.randn(batch, 3, 10, 4, requires_grad=True)
+    qkv = packed(11, 3, 8)
+    separable = kernels.turns(y, x).unsqueeze(0)
+    for turn, learned in ((separable, (qkv, y, x)), (kernels.cos_sin(phase), (qkv, phase))):
+        q, k, _ = kernels.split(qkv * 1, turn, layout, 1)
+        out = (q * k).sum((1, 2))
+        together = torch.autograd.grad(
+            out, learned, torch.eye(16).view(16, 2, 8), is_grads_batched=True, retain_graph=True
+        )
+        for i in (0, 11):
+            alone = torch.autograd.grad(out[i // 8, i % 8], learned, retain_graph=True)
+            for a, b in zip(together, alone, strict=True):
+                assert apart(a[i], b) < GRADIENT
+                assert apart(a[i - 1], b) > 0.1
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -461,6 +482,13 @@ def test_no_images():
     bias = torch.randn(1, 2, 5, 5, requires_grad=True)
     kernels.attend(q, q, q, bias, 0.3).sum().backward()
     assert torch.equal(bias.grad, torch.zeros_like(bias))
+    for spec in ("none", "rope_axial", "rope_mixed + rpb(prefix=True)", "rope_dinov3 + cpb"):
+        model = tiny(spec, (3, 5), 1).float()
+        none = model.forward_features(images((3, 5)).float()[:0])
+        assert none.shape == (0, 16, 36)
+        none.sum().backward()
+        assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in model.blocks.parameters())
+        assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in model.position.parameters())
 
 
 def test_the_output_of_attention_may_be_edited():

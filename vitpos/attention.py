@@ -303,7 +303,7 @@ class SelfAttention(PositionedAttention):
         return not (rotation.free_prefix and rotation.prefix) and kernels.eager(x, rotation.turn)
 
     def _split(self: Any, x: Tensor, rotation: PairRotation | None) -> tuple[Tensor, Tensor, Tensor]:
-        packed = self._fused(x).reshape(*x.shape[:2], 3, self.num_heads, -1)
+        packed = self._packed(x)
         if rotation is None:
             return kernels.split(packed)
         if _has_readers(self.qkv):
@@ -314,8 +314,7 @@ class SelfAttention(PositionedAttention):
         """q, k and v, [B, h, T, d] each."""
         batch, tokens, _ = x.shape
         if self.qkv is not None:
-            fused = self._fused(x).reshape(batch, tokens, 3, self.num_heads, -1)
-            q, k, v = fused.permute(2, 0, 3, 1, 4).unbind(0)
+            q, k, v = self._packed(x).permute(2, 0, 3, 1, 4).unbind(0)
         else:
             parts = (projection(x) for projection in (self.q_proj, self.k_proj, self.v_proj))
             q, k, v = (part.reshape(batch, tokens, -1, self.head_dim).transpose(1, 2) for part in parts)
@@ -324,6 +323,11 @@ class SelfAttention(PositionedAttention):
         if k.shape[1] != self.num_heads:  # grouped queries: rotations may differ by query head, so expand before them
             k, v = (t.repeat_interleave(self.num_heads // t.shape[1], dim=1) for t in (k, v))
         return q, k, v
+
+    def _packed(self: Any, x: Tensor) -> Tensor:
+        """q, k and v in one, [B, T, 3, h, d]."""
+        fused = self._fused(x)
+        return fused.reshape(*x.shape[:2], 3, self.num_heads, fused.shape[-1] // (3 * self.num_heads))
 
     def _fused(self: Any, x: Tensor) -> Tensor:
         if getattr(self, "q_bias", None) is None:

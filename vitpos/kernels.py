@@ -77,12 +77,14 @@ class _Split(torch.autograd.Function):
         turn, *turned = ctx.saved_tensors
         start, layout = ctx.prefix, ctx.layout
         pairs = [(y[:, :, start:], g[:, :, start:]) for y, g in zip(turned, grads)]
-        grad_turn = _turn_gradient(turn, pairs, layout) if pairs else None
-        if torch.is_grad_enabled() or not eager(*grads):  # the gradient is itself to be differentiated, or batched
+        simple = torch.is_grad_enabled() or not eager(*grads)  # the gradient is to be differentiated, or batched
+        if simple or not len(grads[0]):
+            grad_turn = _plain_turn_gradient(turn, pairs, layout) if pairs else None
             q, k, v = grads
             if turn is not None:
                 q, k = (rotated(g, backwards(turn), layout, start) for g in (q, k))
             return torch.stack([g.transpose(1, 2) for g in (q, k, v)], dim=2), grad_turn, None, None
+        grad_turn = _turn_gradient(turn, pairs, layout) if pairs else None
         batch, heads, tokens, width = grads[0].shape
         grad = grads[0].new_empty(batch, tokens, 3, heads, width)
         back = None if turn is None else backwards(turn).transpose(1, 2)
@@ -124,14 +126,19 @@ def rotated(x: Tensor, turn: Tensor, layout: Layout, prefix: int) -> Tensor:
     precise = x.to(torch.promote_types(x.dtype, turn.dtype))
     cos, sin = turn.unbind(-1)
     before, patches = precise[:, :, :prefix], precise[:, :, prefix:]
-    if layout == "interleaved":
-        first, second = patches[..., 0::2], patches[..., 1::2]
-    else:
-        first, second = patches.chunk(2, dim=-1)
+    first, second = _halves(patches, layout)
     parts = (first * cos - second * sin, first * sin + second * cos)
     joined = torch.stack(parts, dim=-1) if layout == "interleaved" else torch.cat(parts, dim=-1)
     patches = joined.reshape(patches.shape)
     return (torch.cat([before, patches], dim=2) if prefix else patches).to(x.dtype)
+
+
+def _halves(x: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+    """The first and the second channel of each pair."""
+    if layout == "interleaved":
+        return x[..., 0::2], x[..., 1::2]
+    first, second = x.chunk(2, dim=-1)
+    return first, second
 
 
 def backwards(turn: Tensor) -> Tensor:
@@ -144,16 +151,33 @@ def _turn_gradient(turn: Tensor, pairs: Sequence[tuple[Tensor, Tensor]], layout:
     conj(x) g = conj(y) g c, as |c| = 1. Image by image, so that what is summed stays in the cache.
     """
     c = torch.view_as_complex(turn)
-    total: Tensor | None = None
-    for y, g in pairs:
-        y, g = (_complex(t.to(torch.promote_types(t.dtype, turn.dtype)), layout) for t in (y, g))
-        for part in (a.conj() * b for a, b in (zip(y, g) if len(c) == 1 else [(y, g)])):
-            total = part if total is None else total + part if torch.is_grad_enabled() else total.add_(part)
-    if total is None:
-        raise TypeError("a gradient needs at least one pair")
+
+    def products() -> Iterator[Tensor]:
+        for y, g in pairs:
+            y, g = (_complex(t.to(torch.promote_types(t.dtype, turn.dtype)), layout) for t in (y, g))
+            yield from (a.conj() * b for a, b in (zip(y, g) if len(c) == 1 else [(y, g)]))
+
+    parts = products()
+    total = next(parts)
+    for part in parts:
+        total.add_(part)
     total = total.unsqueeze(0) if len(c) == 1 else total
     total = total.sum(1, keepdim=True) if c.shape[1] == 1 else total
     return torch.view_as_real((total * c).to(c.dtype))
+
+
+def _plain_turn_gradient(turn: Tensor, pairs: Sequence[tuple[Tensor, Tensor]], layout: Layout) -> Tensor:
+    """The same in real numbers, to be differentiated or batched."""
+    cos, sin = turn.unbind(-1)
+    total = torch.zeros_like(turn)
+    for y, g in pairs:
+        (a, b), (c, d) = (_halves(t.to(torch.promote_types(t.dtype, turn.dtype)), layout) for t in (y, g))
+        real, imaginary = a * c + b * d, a * d - b * c
+        both = torch.stack([real * cos - imaginary * sin, real * sin + imaginary * cos], dim=-1)
+        for dim in (0, 1):
+            both = both.sum(dim, keepdim=True) if turn.shape[dim] == 1 else both
+        total = total + both.to(turn.dtype)
+    return total
 
 
 def _complex(x: Tensor, layout: Layout) -> Tensor:
@@ -203,7 +227,8 @@ class _Turns(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         (turn,) = ctx.saved_tensors
         cos, sin = turn.unbind(-1)
-        phase = (cos * grad[..., 1] - sin * grad[..., 0]).unflatten(1, ctx.sides)
+        phase = cos * grad[..., 1] - sin * grad[..., 0]
+        phase = phase.reshape(len(phase), *ctx.sides, phase.shape[-1])
         return phase.sum(2), phase.sum(1)
 
 
