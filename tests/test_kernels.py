@@ -320,6 +320,21 @@ def test_a_bias_is_remembered_while_nothing_changes(monkeypatch):
     assert new()[1] == 2
 
 
+def test_training_has_the_room_of_what_was_remembered():
+    model = tiny("rpb + alibi2d", (3, 5), 1).float().eval()
+
+    def held():
+        return [len(memory._held) for memory in model.position.memories]
+
+    with torch.no_grad():
+        model(images((3, 5)).float())
+    assert held() == [1, 1, 1]
+    model.eval()
+    assert held() == [1, 1, 1]
+    model.train()
+    assert held() == [0, 0, 0]
+
+
 def test_what_a_model_has_of_its_own_is_left_to_timms_kernels(monkeypatch):
     """So that ``native`` changes no logit."""
     for name in ("_rotate", "attend", "dense_bias"):

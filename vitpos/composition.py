@@ -104,6 +104,12 @@ class Position(nn.Module):
         for group in (self.shared, *self.layers):
             yield from _encodings(group)
 
+    def train(self, mode: bool = True) -> Position:
+        """As any module; training needs the room that dense biases were kept in."""
+        for memory in self.memories if mode else ():
+            memory.forget()
+        return super().train(mode)
+
     def adopt(self, other: Position, names: Iterable[str]) -> None:
         """Take the encodings of these names, weights and all, from ``other``, which has them too."""
         for group, before in zip((self.shared, *self.layers), (other.shared, *other.layers)):

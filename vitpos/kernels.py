@@ -248,8 +248,8 @@ def dense_bias(table: Tensor, beside: Tensor, prefix: int) -> Tensor:
 class Memory:
     """The dense biases of one block in its latest evaluation, by the values they were made from.
 
-    Values are compared, since optimizers change weights without a trace; a bias that somebody wrote to is dropped.
-    Copies and pickles begin empty.
+    Values are compared, since optimizers change weights without a trace; a bias that somebody wrote to is dropped,
+    unless through ``.data`` or NumPy, which leave no trace either. Copies and pickles begin empty.
     """
 
     def __init__(self) -> None:
@@ -257,6 +257,9 @@ class Memory:
 
     def __reduce__(self) -> Any:
         return Memory, ()
+
+    def forget(self) -> None:
+        self._held.clear()
 
     def dense_bias(self, place: int, table: Tensor, beside: Tensor, prefix: int) -> Tensor:
         """``dense_bias`` of the bias that is the ``place``-th of its block."""
