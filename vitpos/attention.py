@@ -162,8 +162,11 @@ def expand_bias(
             if memory is not None:
                 return memory.dense_bias(place, table, beside, prefix)
             return kernels.dense_bias(table, beside, prefix)
-        index = kernels.offsets((rows + 1) // 2, (columns + 1) // 2, bias.values.device)
-        dense = bias.values.flatten(1)[:, index].unsqueeze(0)
+        index, flat = kernels.offsets((rows + 1) // 2, (columns + 1) // 2, bias.values.device), bias.values.flatten(1)
+        if torch.compiler.is_compiling():  # the faster of the two in generated code, and only there
+            dense = flat[:, index].unsqueeze(0)
+        else:
+            dense = flat.index_select(1, index.flatten()).reshape(1, heads, *index.shape)
     else:
         dense = bias.values
     if not prefix:
