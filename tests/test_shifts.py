@@ -48,6 +48,21 @@ def test_fractional_shifts_are_those_of_their_formulas():
     assert _shifts.fourier_shift(step, (0, 0.5)).max() > 1.05  # it rings; nothing is clipped
 
 
+@pytest.mark.parametrize(("dtype", "within"), [(torch.float32, 1e-6), (torch.float64, 1e-12)])
+@pytest.mark.parametrize("size", [(5, 8), (224, 200)])  # rounding of coordinates grows with the side
+def test_a_bilinear_shift_is_a_mean_of_whole_ones(size, dtype, within):
+    x = torch.rand(2, 3, *size, dtype=dtype)
+    for shift in ((0.25, 0), (0, -0.3), (-0.4, 1.7), (-3.1, -0.2), (0.5, 0.5)):
+        expected = x.double()
+        for dim, by in zip((-2, -1), shift):
+            low, part = int(np.floor(by)), by - np.floor(by)
+            expected = (1 - part) * expected.roll(low, dim) + part * expected.roll(low + 1, dim)
+        moved = _shifts.bilinear_shift(x, shift)
+        assert (moved.dtype, moved.device) == (x.dtype, x.device)
+        torch.testing.assert_close(moved.double(), expected, atol=within, rtol=0)
+    assert torch.equal(_shifts.bilinear_shift(x, (-2.0, 3.0)), x.roll((-2, 3), (-2, -1)))
+
+
 def test_phases_run_along_the_diagonal():
     assert _shifts.phase_shifts((4, 4), (99, 99)) == [(k, k) for k in range(9)]
     assert _shifts.phase_shifts((16, 16), (99, 99)) == [(2 * k, 2 * k) for k in range(17)]

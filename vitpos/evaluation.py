@@ -45,7 +45,7 @@ KINDS: dict[str, tuple[type, ...]] = {  # of the keys of configs/eval.yaml
 }  # fmt: skip
 WORDS = {"timm_model": "model"}  # keys that the command line calls otherwise
 EVERY = 60  # seconds between lines of progress where there is no terminal
-PACKAGES = ("torch", "timm", "numpy", "scipy", "statsmodels")
+PACKAGES = ("torch", "timm", "numpy", "scipy", "statsmodels", "kornia")
 
 
 def register() -> None:
