@@ -3,6 +3,7 @@
 import copy
 import csv
 import io
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -236,6 +237,141 @@ def test_runs_measured_otherwise_are_compared_apart():
     first, second = compare.comparison([*sweep(seeds=(0, 1)), *other])
     assert (first["group"], second["group"]) == (0, 1)
     assert {first["apart"], second["apart"]} == {"", "object_size 8"} or "object_size 8" in (first["apart"], second["apart"])  # fmt: skip  # noqa: E501
+
+
+# Scores that are no shares, and of fewer images
+
+DISTANCE, CODE, SHARE = "attention/distance/block_1", "location/row/block_1", "location/position_share/block_1"
+
+
+def with_others(members, chosen=range(0, 100, 2)):
+    """With a distance in pixels, a linearised R^2 and a linearised share, of half of the images."""
+    places, found = np.array(chosen), []
+    for one in members:
+        rng = np.random.default_rng([9, one.run["seed"], len(one.run["encoding"])])
+        level = LEVELS[one.run["encoding"]] + 0.02 * rng.standard_normal()
+        noise = rng.standard_normal(len(places)) - 0.5
+        more = {
+            DISTANCE: Score(40 * level + noise, bounded=False, unit="px", images=places),
+            CODE: Score(2 * level - 1 + 0.1 * noise, bounded=False, unit="", images=places),
+            SHARE: Score(level + 0.3 * noise, bounded=False, images=places),
+        }
+        found.append(Measured(one.run, one.images, {**one.scores, **more}))
+    return found
+
+
+@pytest.fixture(scope="module")
+def mixed():
+    options = Options(metrics=["accuracy", DISTANCE, CODE, SHARE], margin=0.3)
+    return compare.comparison(with_others(sweep()), options)[0]
+
+
+def test_what_is_no_share_is_compared_on_its_own_scale(mixed):
+    rope, none = (
+        np.stack([m.scores[DISTANCE].values for m in with_others(sweep((encoding,)))])
+        for encoding in ("rope_axial", "none")
+    )
+    row = next(row for row in mixed["rows"] if row["encoding"] == "rope_axial")
+    assert row["cells"][DISTANCE]["mean"] == hierarchy.mean(rope, bounded=False).as_dict()
+    assert (row["cells"][DISTANCE]["mean"]["n"], row["cells"]["accuracy"]["mean"]["n"]) == (50, 100)
+    expected = hierarchy.difference(rope, none, bounded=False).as_dict()
+    assert {key: row["cells"][DISTANCE]["difference"][key] for key in expected} == expected
+    assert row["cells"][DISTANCE]["difference"]["value"] > 10  # points would end at 1
+    assert row["cells"][DISTANCE]["rank"]["low"] == row["cells"][DISTANCE]["rank"]["high"] == 1
+    assert [(metric["key"], metric["title"], metric["unit"], metric["note"]) for metric in mixed["metrics"][1:]] == [
+        (DISTANCE, f"{DISTANCE} (px)", "px", "on 50 of the images"),
+        (CODE, CODE, "", "on 50 of the images"),
+        (SHARE, SHARE, "percent", "on 50 of the images"),
+    ]
+    assert mixed["metrics"][0]["unit"] == "percent"
+
+
+def test_a_margin_is_a_share_and_is_applied_to_shares_alone(mixed):
+    ape = next(row for row in mixed["rows"] if row["encoding"] == "ape1d")["cells"]
+    for key in (DISTANCE, CODE):
+        assert ape[key]["difference"]["p_equivalent"] is ape[key]["difference"]["p_equivalent_holm"] is None
+        assert ape[key]["difference"]["p_holm"] is not None
+    for key in ("accuracy", SHARE):
+        assert ape[key]["difference"]["p_equivalent"] < 0.05
+    assert "of shares alone, since the margin is one" in " ".join(compare_tables.explained(mixed))
+
+
+def test_runs_that_took_other_images_have_no_cell_in_that_column():
+    members = with_others(sweep(seeds=(0, 1)))
+    odd = with_others([members[0]], range(1, 100, 2))
+    (found,) = compare.comparison([*odd, *members[1:]], Options(metrics=["accuracy", CODE]))
+    cells = {row["encoding"]: row["cells"].keys() for row in found["rows"]}
+    assert cells == {"none": {"accuracy"}, "ape1d": {"accuracy", CODE}, "rope_axial": {"accuracy", CODE}}
+    assert f"none: no {CODE}; none-home-s0 took other images for it" in " ".join(found["remarks"])
+    ape = next(row for row in found["rows"] if row["encoding"] == "ape1d")["cells"]
+    assert ape[CODE]["difference"] is None
+    assert ape[CODE]["rank"]["of"] == 2
+    fewer = with_others([members[0]], range(0, 50, 2))  # another number of them
+    (found,) = compare.comparison([*fewer, *members[1:]], Options(metrics=[CODE]))
+    assert [row["cells"].keys() for row in found["rows"] if row["encoding"] == "none"] == [set()]
+
+
+def test_a_copy_measured_elsewhere_is_known_in_spite_of_rounding():
+    members = with_others(sweep())
+
+    def again(by):
+        first, found = members[0], {}
+        for key, score in first.scores.items():
+            found[key] = score if score.bounded else replace(score, values=score.values * (1 + by))
+        return Measured(first.run | {"label": "again"}, first.images, found)
+
+    assert "none-home-s0, again are seed 0 and decide alike: counted once" in remarks([*members, again(1e-7)])
+    assert "none-home-s0, again left out; all are seed 0" in remarks([*members, again(1e-2)])
+
+
+def test_numbers_are_shown_in_their_units(mixed):
+    about = {"command": "x", "versions": {"torch": "2"}}
+    results = {"schema": report.SCHEMA, "provenance": about, "runs": [m.run for m in sweep()], "comparison": [mixed]}
+    rope = next(row for row in mixed["rows"] if row["encoding"] == "rope_axial")["cells"]
+    distance, code, share = (rope[key] for key in (DISTANCE, CODE, SHARE))
+    assert compare_tables.lines(distance, "px")[:2] == [
+        f"{distance['mean']['value']:.3g}", f"{distance['mean']['low']:.3g}–{distance['mean']['high']:.3g}",
+    ]  # fmt: skip
+    assert 30 < float(compare_tables.lines(distance, "px")[0]) < 40
+    assert compare_tables.lines(distance, "px")[2].startswith(f"Δ {distance['difference']['value']:+.3g}")
+    assert compare_tables.lines(code, "")[0] == f"{code['mean']['value']:.3g}"
+    assert compare_tables.lines(share, "percent")[0] == f"{100 * share['mean']['value']:.1f}"
+    none = next(row for row in mixed["rows"] if row["encoding"] == "none")["cells"][CODE]
+    assert compare_tables.lines(none, "")[1] == tables.span(none["mean"], "")
+    assert tables.span({"low": -0.25, "high": 0.5}, "") == "−0.25 to 0.5"
+    assert tables.change(-0.1234, "px") == "−0.123"
+    assert tables.change(-0.1234, "percent") == "−12.3"
+    text = report.to_markdown(results)
+    assert f"{distance['mean']['value']:.3g}<br>" in text
+    assert "(px)" in text
+    out = io.StringIO()
+    report.print_table(results, Console(file=out, width=130))
+    assert "on 50 of the images" in " ".join(out.getvalue().split())
+    line = next(
+        line for line in csv.DictReader(io.StringIO(report.to_csv(results)))
+        if (line["encoding"], line["metric"]) == ("rope_axial", DISTANCE)
+    )  # fmt: skip
+    assert (line["unit"], float(line["value"])) == ("px", distance["mean"]["value"])
+    leading = {title: may for title, may, _ in compare_tables.leaders(mixed)}
+    assert leading[f"{DISTANCE} (px)"] == f"rope_axial {distance['mean']['value']:.3g}"
+
+
+def test_the_page_shows_units_and_bars_of_shares_alone(mixed, monkeypatch):
+    monkeypatch.setattr(page, "drawings", lambda *_: [])
+    about = {"command": "x", "versions": {"torch": "2"}}
+    results = {"schema": report.SCHEMA, "provenance": about, "runs": [m.run for m in sweep()], "comparison": [mixed]}
+
+    def bars(found):
+        text = report.to_html({**results, "comparison": [found]})
+        start = text.index('id="encodings-1"') if 'id="encodings-1"' in text else text.index("<caption>One row is one")
+        return text[start : text.index("</table>", start)].count('class="range"'), text
+
+    count, text = bars(mixed)
+    assert count == 2 * len(mixed["rows"])  # accuracy and the linearised share
+    rope = next(row for row in mixed["rows"] if row["encoding"] == "rope_axial")["cells"][DISTANCE]
+    assert f"<b>{rope['mean']['value']:.3g}</b>" in text
+    early = {**mixed, "metrics": [{k: v for k, v in m.items() if k != "unit"} for m in mixed["metrics"][:1]]}
+    assert bars(early)[0] == len(mixed["rows"])  # files of early versions have shares alone
 
 
 # What is shown of it

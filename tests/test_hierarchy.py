@@ -67,6 +67,38 @@ def test_answers_are_worth_no_more_than_if_all_were_independent():
     assert e.low == pytest.approx(0.5 - q * np.sqrt(0.25 / 200) / np.sqrt(1 + q**2 / 200), abs=2e-4)
 
 
+def test_scores_on_their_own_scale_hand_worked():
+    """The same variance and quantile, and nothing is cut off: at another place and scale all is moved along."""
+    quantile, error = 12.7062 / 3 + 4.3027 * 2 / 3, np.sqrt(1 / 12)
+    for scale, at in ((1, 0), (20, 3), (1e-3, 1e3)):
+        e = hierarchy.mean(scale * TABLE + at, bounded=False)
+        ends = at + scale * np.array([0.5, 0.5 - quantile * error, 0.5 + quantile * error])
+        assert (e.value, e.low, e.high) == pytest.approx(ends, rel=1e-4 if at < 10 else 1e-9)
+        d = hierarchy.difference(scale * TABLE + at, np.full((2, 3), at), bounded=False)
+        assert (d.value, d.low, d.high) == pytest.approx(ends - at, rel=1e-4)
+    assert e.method == "t, seeds crossed with images"
+    assert hierarchy.difference(TABLE, np.zeros((2, 3))).low == -1  # shares are cut
+    alike = hierarchy.paired(np.full((2, 3), 7.0), np.full((2, 3), 7.0), bounded=False)
+    assert alike.variance == 0
+    assert hierarchy.different(alike) == 1
+
+
+def test_a_difference_of_linearised_ratios_is_the_difference_of_the_ratios():
+    """Paired by image: what makes an image large for both drops out."""
+    rng = np.random.default_rng(5)
+    below = rng.lognormal(size=(3, 200))
+    above = below * rng.lognormal(sigma=0.1, size=(3, 200))
+    mine, theirs = (
+        np.stack([stats.Ratio(a, b).score().values for a, b in zip(top, below)]) for top in (above, 0.9 * above)
+    )
+    e = hierarchy.difference(mine, theirs, bounded=False)
+    assert e.value == pytest.approx(0.1 * (above.sum(1) / below.sum(1)).mean())
+    alone = hierarchy.mean(mine, bounded=False)
+    assert e.high - e.low < 0.2 * (alone.high - alone.low)
+    swapped = hierarchy.difference(mine, np.roll(theirs, 1, axis=1), bounded=False)
+    assert swapped.high - swapped.low > 2 * (e.high - e.low)
+
+
 def test_intervals_and_tests_agree():
     a, b = coverage.answers(np.random.default_rng(1), 1, Setting(4, 200, 0.8), [0.8, 0.7])[0]
     parts = hierarchy.paired(a, b)
@@ -97,6 +129,8 @@ def test_far_away_is_all_but_certain():
         lambda: hierarchy.mean([[0, 2], [1, 1]]),
         lambda: hierarchy.mean([[0, np.nan], [1, 1]]),
         lambda: hierarchy.difference(TABLE, TABLE[:, :2]),
+        lambda: hierarchy.mean([[0, np.inf], [1, 1]], bounded=False),
+        lambda: hierarchy.difference(3 * TABLE, TABLE),
         lambda: hierarchy.equivalent(hierarchy.paired(TABLE, TABLE), 0),
     ],
 )
@@ -147,6 +181,22 @@ def test_the_simulation_sees_an_interval_that_is_too_sure():
     assert coverage.coverage(normal, Setting(3, 360, 0.9)) < 0.93
 
 
+def test_ratios_are_generated_as_they_say():
+    setting = coverage.Skewed(40, 2000, 0.4)
+    above, below = coverage.sums(np.random.default_rng(6), 25, setting, [1.0, 0.75])
+    for power in (1.0, 0.5):
+        found = ((above.sum(-1) / below.sum(-1)) ** power).mean(axis=(0, 2))
+        wanted = [coverage.expected_ratio(setting, factor, power == 0.5) for factor in (1.0, 0.75)]
+        np.testing.assert_allclose(found, wanted, rtol=0.02)
+    assert 0.1 < np.corrcoef(*(above / below).mean(-1).swapaxes(0, 1).reshape(2, -1))[0, 1] < 0.5
+
+
+@pytest.mark.parametrize("root", [False, True])
+@pytest.mark.parametrize("name", coverage.RATIOS)
+def test_intervals_of_ratios_cover_by_simulation(name, root):
+    assert 0.93 <= coverage.coverage_of_ratio(name, coverage.Skewed(3, 360, 0.4), root, 1000) <= 0.98
+
+
 def test_equivalence_is_wrongly_claimed_at_the_margin_in_one_of_twenty():
     rng, setting = np.random.default_rng(4), Setting(5, 360, 0.9)
     table = coverage.answers(rng, 600, setting, [0.9, 0.87])
@@ -162,6 +212,7 @@ def test_the_documented_table_is_what_the_simulation_gives():
     text = (Path(__file__).parents[1] / "docs" / "statistics.md").read_text()
     lines = list(coverage.table())
     assert "".join(lines) in text
+    assert "".join(coverage.table_of_ratios()) in text
     for line in lines[2:]:
         name, _, *shares = [part.strip() for part in line.strip("|\n").split("|")]
         for share in shares if "not to be done" not in name else []:

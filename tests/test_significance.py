@@ -50,6 +50,13 @@ def test_ranks_hand_worked():
     assert [(r.value, r.low, r.high) for r in same] == [(1, 1, 3)] * 3
 
 
+def test_ranks_of_other_scales_are_as_those_of_shares():
+    scores = np.random.default_rng(1).random((3, 5, 400)) * np.array([0.2, 0.9, 0.55])[:, None, None]
+    assert significance.ranks(100 * scores - 7, bounded=False) == significance.ranks(scores)
+    with pytest.raises(ValueError, match=r"0\.\.1"):
+        significance.ranks(100 * scores)
+
+
 def test_ranks_cover_by_simulation_and_a_bootstrap_does_not():
     setting = Setting(3, 200, 0.9)
     for study in (coverage.ranks_of_equals, coverage.ranks_apart):

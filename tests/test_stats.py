@@ -161,3 +161,34 @@ def test_interval_of_a_ratio_covers_by_simulation():
     assert 0.93 <= coverage((stats.ratio(a, b) for a, b in zip(above, below)), 2) <= 0.97
     # Negative control: the mean of ratios is another quantity, and its interval misses this one.
     assert coverage((stats.ratio(a / b + 1 / b) for a, b in zip(above, below)), 2) < 0.5
+
+
+def test_linearised_scores_hand_worked():
+    # r = 6 / 4; images miss it by (2 - 1.5) / 2 and (4 - 4.5) / 2.
+    score = stats.Ratio([2, 4], [1, 3]).score()
+    assert score.values.tolist() == [1.75, 1.25]
+    assert (score.bounded, score.unit, score.images) == (False, "", None)
+    root = stats.Ratio([2, 4], [1, 3], "px", root=True).score(np.array([0, 5]))
+    assert root.values == pytest.approx(1.5**0.5 + np.array([0.25, -0.25]) / (2 * 1.5**0.5))
+    assert (root.unit, root.images.tolist()) == ("px", [0, 5])
+    assert stats.Ratio([0, 0], [1, 2], root=True).score().values.tolist() == [0, 0]
+    assert stats.Ratio([1, 2]).score().values.tolist() == [1, 2]
+    empty = stats.Ratio([1, 2], [0, 0])
+    assert empty.score() is empty.estimate() is empty.summary() is None
+    with pytest.raises(ValueError, match="finite"):
+        stats.Ratio([1, np.nan], [1, 1]).score()
+
+
+def test_scores_have_the_mean_and_the_interval_of_their_ratio():
+    rng = np.random.default_rng(8)
+    above, below = rng.lognormal(size=(2, 50))
+    for root in (False, True):
+        one = stats.Ratio(above, below, root=root)
+        assert one.score().values.mean() == pytest.approx(one.estimate().value, rel=1e-14)
+    e = stats.ratio(stats.Ratio(above, below).score().values)  # the interval of their plain mean
+    wanted = stats.Ratio(above, below).summary()
+    assert (e.value, e.low, e.high) == pytest.approx([wanted[key] for key in ("value", "low", "high")])
+    assert stats.Ratio(above, below, root=True).estimate().low == pytest.approx(wanted["low"] ** 0.5)
+    # by the delta method the root's variance is that of the ratio over 4 r
+    spreads = [stats.Ratio(above, below, root=root).score().values.std() for root in (False, True)]
+    assert spreads[1] == pytest.approx(spreads[0] / 2 / wanted["value"] ** 0.5)

@@ -5,11 +5,13 @@ were measured in the same way (`report.setup`). Each mean has an interval over s
 the baseline's row, paired by seed and image; all differences of a table are corrected together (Holm); ranks are among
 rows of one architecture, number of epochs and placement. One seed says nothing about an encoding: such rows are left
 out, and named; so are runs that cannot be told apart (a seed that is there twice), without the others of their row.
+
+Scores may be of fewer images than the table: a column then has rows only whose runs took the same ones. Scores that
+are no shares keep their own unit, and no margin, which is a share, is applied to them.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -38,8 +40,8 @@ class Measured:
 @dataclass(frozen=True)
 class Options:
     """`baseline`: the encoding that differences are to, None for no differences. `metrics`: keys of scores, None for
-    the columns of the report's table. `margin`: a difference below it does not matter, as a share (0.01 is a point);
-    to be fixed before the results are seen; None for no test of equivalence."""
+    the columns of the report's table. `margin`: a difference below it does not matter, as a share (0.01 is a point), in
+    columns of shares; to be fixed before the results are seen; None for no test of equivalence."""
 
     baseline: str | None = "none"
     metrics: Sequence[str] | None = None
@@ -83,8 +85,9 @@ class Row:
         by_seed = {member.run["seed"]: member.scores[key].values for member in self.members}
         return np.stack([by_seed[seed] for seed in seeds]).astype(np.float64)
 
-    def repeats(self, key: str) -> int:
-        return self.members[0].scores[key].repeats
+    def score(self, key: str) -> Score:
+        """What kind of score the row's are."""
+        return self.members[0].scores[key]
 
 
 def comparison(measured: Sequence[Measured], options: Options = Options()) -> list[dict[str, Any]]:
@@ -102,11 +105,17 @@ def comparison(measured: Sequence[Measured], options: Options = Options()) -> li
             for key in options.metrics:
                 if key not in have:
                     raise ValueError(f"compare.metrics: {key!r} was not measured; {nearest(key, list(have))}")
-            columns = {key: columns.get(key, (key, "")) for key in options.metrics}
+            columns = {key: columns.get(key, (_titled(key, members), "")) for key in options.metrics}
         rows, alone, in_the_way = _rows(members)
         if rows:
             found.append({"group": index, **_compared(group, rows, columns, options, in_the_way + alone)})
     return found
+
+
+def _titled(key: str, members: Sequence[Measured]) -> str:
+    """The key, with its unit where that is not said by the numbers."""
+    unit = next((member.scores[key].unit for member in members if key in member.scores), "")
+    return key if unit in ("", "percent") else f"{key} ({unit})"
 
 
 def obstacles(measured: Sequence[Measured]) -> list[str]:
@@ -170,22 +179,35 @@ def _unusable(row: Row, images: NDArray[Any]) -> Iterator[tuple[str, list[Measur
         yield f"{_named(same)} left out; all are seed {seed} and {told}: leave out all but one of them", same
 
 
-def _most(arrays: Iterable[NDArray[Any]]) -> NDArray[Any]:
-    """The array that most are equal to, the first of several."""
-    kinds: list[list[NDArray[Any]]] = []
+def _most(arrays: Iterable[Any]) -> Any:
+    """The array (or None) that most are equal to, the first of several."""
+    kinds: list[list[Any]] = []
     for array in arrays:
-        kind = next((kind for kind in kinds if np.array_equal(kind[0], array)), None)
+        kind = next((kind for kind in kinds if _equal(kind[0], array)), None)
         if kind is None:
             kinds.append(kind := [])
         kind.append(array)
     return max(kinds, key=len)[0]
 
 
+def _equal(one: Any, other: Any) -> bool:
+    """Of two arrays or None."""
+    return bool(np.array_equal(one, other))
+
+
 def _alike(one: Measured, other: Measured) -> bool:
-    """Whether two runs have the same scores on the same images: one model that is there twice."""
-    return one.scores.keys() == other.scores.keys() and all(
-        np.array_equal(score.values, other.scores[key].values) for key, score in one.scores.items()
-    )
+    """Whether two runs have the same scores on the same images, numbers that are no shares but for rounding: one model
+    that is there twice."""
+    if one.scores.keys() != other.scores.keys():
+        return False
+    for key, score in one.scores.items():
+        mine, theirs = score.values, other.scores[key].values
+        if mine.shape != theirs.shape:
+            return False
+        apart = 0.0 if score.bounded else 1e-6 + 1e-4 * float(np.abs(mine).max())
+        if not np.allclose(mine, theirs, rtol=0, atol=apart):
+            return False
+    return True
 
 
 def _named(members: Sequence[Measured]) -> str:
@@ -200,15 +222,13 @@ def _named(members: Sequence[Measured]) -> str:
 def _compared(
     group: report.Group, rows: list[Row], columns: dict[str, tuple[str, str]], options: Options, remarks: list[str]
 ) -> dict[str, Any]:
-    for row, key in itertools.product(rows, columns):
-        if all(key in member.scores for member in row.members):
-            table = row.table(key, row.seeds)
-            row.cells[key] = {
-                "mean": hierarchy.mean(table, row.repeats(key)).as_dict(),
-                "by_seed": table.mean(axis=1).tolist(),
-                "difference": None,
-                "rank": None,
-            }
+    metrics = []
+    for key, (title, note) in columns.items():
+        remarks += _means(rows, key)
+        unit = next((row.score(key).unit for row in rows if key in row.cells), "percent")
+        count = next((row.cells[key]["mean"]["n"] for row in rows if key in row.cells), group.images)
+        note = "; ".join(filter(None, (note, f"on {count} of the images" if count < group.images else "")))
+        metrics.append({"key": key, "title": title, "note": note, "unit": unit})
     remarks += _differences(rows, options)
     remarks += _ranks(rows, list(columns))
     differences = [cell["difference"] for row in rows for cell in row.cells.values() if cell["difference"]]
@@ -230,10 +250,33 @@ def _compared(
         "baseline": options.baseline if differences else None,
         "margin": options.margin,
         "tests": len(differences),
-        "metrics": [{"key": key, "title": title, "note": note} for key, (title, note) in columns.items()],
+        "metrics": metrics,
         "rows": [_entry(row, rows) for row in rows],
         "remarks": remarks,
     }
+
+
+def _means(rows: Sequence[Row], key: str) -> list[str]:
+    """Fill in each row's mean of one metric, over the images that most runs took for it; returns what stands in the way
+    of any."""
+    able = [row for row in rows if all(key in member.scores for member in row.members)]
+    if not able:
+        return []
+    remarks = []
+    images = _most(member.scores[key].images for row in able for member in row.members)
+    for row in able:
+        others = [member for member in row.members if not _equal(member.scores[key].images, images)]
+        if others:
+            remarks.append(f"{row.name}: no {key}; {_named(others)} took other images for it than most runs")
+            continue
+        table, kind = row.table(key, row.seeds), row.score(key)
+        row.cells[key] = {
+            "mean": hierarchy.mean(table, kind.repeats, bounded=kind.bounded).as_dict(),
+            "by_seed": table.mean(axis=1).tolist(),
+            "difference": None,
+            "rank": None,
+        }
+    return remarks
 
 
 def _entry(row: Row, rows: Sequence[Row]) -> dict[str, Any]:
@@ -303,13 +346,17 @@ def _differences(rows: Sequence[Row], options: Options) -> list[str]:
         row.baseline = base
         for key, cell in row.cells.items():
             if key in base.cells:
-                cell["difference"] = _difference(row.table(key, common), base.table(key, common), options.margin)
+                mine, theirs = row.table(key, common), base.table(key, common)
+                cell["difference"] = _difference(mine, theirs, row.score(key), options.margin)
     return remarks
 
 
-def _difference(mine: NDArray[np.float64], theirs: NDArray[np.float64], margin: float | None) -> dict[str, Any]:
-    parts = hierarchy.paired(mine, theirs)
-    return hierarchy.difference(mine, theirs).as_dict() | {
+def _difference(
+    mine: NDArray[np.float64], theirs: NDArray[np.float64], kind: Score, margin: float | None
+) -> dict[str, Any]:
+    parts = hierarchy.paired(mine, theirs, bounded=kind.bounded)
+    margin = margin if kind.unit == "percent" else None  # it is a share
+    return hierarchy.difference(mine, theirs, bounded=kind.bounded).as_dict() | {
         "by_seed": (mine - theirs).mean(axis=1).tolist(),
         "p": float(hierarchy.different(parts)),
         "p_holm": None,
@@ -348,7 +395,8 @@ def _ranks(rows: Sequence[Row], keys: Sequence[str]) -> list[str]:
         for key in keys:
             able = [row for row in alike if key in row.cells]
             if len(able) > 1:
-                found = significance.ranks(np.stack([row.table(key, common) for row in able]))
+                tables = np.stack([row.table(key, common) for row in able])
+                found = significance.ranks(tables, bounded=able[0].score(key).bounded)
                 for row, rank in zip(able, found):
                     row.cells[key]["rank"] = asdict(rank)
     return remarks

@@ -6,11 +6,14 @@ both together. It is no assumption of any interval. The seeds' effect is such th
 deviation of 0.24 in its logit (about 4 points at 80%). Two encodings share most of what makes an image hard, and a
 part of what makes a seed lucky.
 
-Shapes: D draws, K encodings, R seeds, N images.
+Ratios of sums over images (linearised scores) have a model of their own, skewed where answers are not: an image has a
+log-normal norm, and an error relative to it that is log-normal too and larger where the norm is; the ratio of a seed's
+sums has the seed's effect as a factor. Shapes: D draws, K encodings, R seeds, N images.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -256,5 +259,85 @@ def table(draws: int = 2000) -> Iterator[str]:
                 yield f"| {name} | {count} | " + " | ".join(f"{100 * share:.1f}" for share in found) + " |\n"
 
 
+NORM, ERROR_SEED, ERROR_BOTH, TIED = 0.5, 0.2, 0.3, 0.5  # standard deviations of logarithms; correlation of both
+
+
+@dataclass(frozen=True)
+class Skewed:
+    """What is simulated of ratios: R seeds, N images, and the images' standard deviation of the log of the error."""
+
+    seeds: int
+    images: int
+    spread: float
+
+
+def sums(rng: np.random.Generator, draws: int, setting: Skewed, factors: Sequence[float]) -> tuple[Array, Array]:
+    """Numerators and denominators [D, K, R, N] of encodings whose ratios are as these factors."""
+    count = len(factors)
+
+    def shared(share: float, seeds: int, images: int) -> Array:
+        common, own = (rng.standard_normal((draws, k, seeds, images)) for k in (1, count))
+        return np.sqrt(share) * common + np.sqrt(1 - share) * own
+
+    of_norm, of_error = shared(SHARED_IMAGE, 1, setting.images), shared(SHARED_IMAGE, 1, setting.images)
+    of_error = TIED * of_norm + np.sqrt(1 - TIED**2) * of_error
+    both = shared(0, setting.seeds, setting.images)
+    below = np.exp(NORM * of_norm + np.zeros_like(both))
+    error = setting.spread * of_error + ERROR_SEED * shared(SHARED_SEED, setting.seeds, 1) + ERROR_BOTH * both
+    return np.array(factors)[:, None, None] * below * np.exp(error), below
+
+
+def expected_ratio(setting: Skewed, factor: float, root: bool) -> float:
+    """Mean over seeds of the ratio of expected sums, or of its root."""
+    inside = setting.spread**2 + 2 * TIED * NORM * setting.spread + ERROR_BOTH**2
+    power = 0.5 if root else 1.0
+    return float((factor * np.exp(inside / 2)) ** power * np.exp((power * ERROR_SEED) ** 2 / 2))
+
+
+def _linearised(above: Array, below: Array, root: bool) -> Array:
+    pairs = zip(above.reshape(-1, above.shape[-1]), below.reshape(-1, below.shape[-1]))
+    found = [score.values for a, b in pairs if (score := stats.Ratio(a, b, root=root).score())]
+    return np.array(found).reshape(above.shape)
+
+
+def mean_of_ratio(rng: np.random.Generator, draws: int, setting: Skewed, root: bool) -> Array:
+    above, below = sums(rng, draws, setting, [1.0])
+    _, low, high = hierarchy.mean_bounds(_linearised(above, below, root)[:, 0], bounded=False)
+    return held(low, high, expected_ratio(setting, 1.0, root))
+
+
+def difference_of_ratios(rng: np.random.Generator, draws: int, setting: Skewed, root: bool) -> Array:
+    """Of two encodings, one with errors three quarters of the other's."""
+    factors = 1.0, 0.75
+    scores = _linearised(*sums(rng, draws, setting, factors), root)
+    low, high = hierarchy.difference_bounds(hierarchy.paired(scores[:, 0], scores[:, 1], bounded=False))
+    first, second = (expected_ratio(setting, factor, root) for factor in factors)
+    return held(low, high, first - second)
+
+
+RATIOS: dict[str, Callable[[np.random.Generator, int, Skewed, bool], Array]] = {
+    "mean of one encoding": mean_of_ratio,
+    "difference of two encodings": difference_of_ratios,
+}
+
+
+def coverage_of_ratio(name: str, setting: Skewed, root: bool, draws: int = 2000, seed: int = 0) -> float:
+    """Share of draws in which the interval of a ratio, or of its root, holds the truth."""
+    rng = np.random.default_rng([seed, setting.seeds, setting.images, round(1000 * setting.spread)])
+    each = chunks(draws, 8 * setting.seeds * setting.images)
+    return float(np.mean(np.concatenate([RATIOS[name](rng, count, setting, root) for count in each])))
+
+
+def table_of_ratios(draws: int = 2000) -> Iterator[str]:
+    """The lines of the table of ratios in docs/statistics.md."""
+    spreads, images = (0.4, 0.8), (32, 96, 360)
+    yield "| interval | seeds | " + " | ".join(f"{s:g}, {n} images" for n in images for s in spreads) + " |\n"
+    yield "|" + " --- |" * (2 + len(images) * len(spreads)) + "\n"
+    for name, root, seeds in itertools.product(RATIOS, (False, True), (3, 5, 10)):
+        found = [coverage_of_ratio(name, Skewed(seeds, n, s), root, draws) for n in images for s in spreads]
+        shares = " | ".join(f"{100 * share:.1f}" for share in found)
+        yield f"| {'root of a ratio' if root else 'ratio'}, {name} | {seeds} | {shares} |\n"
+
+
 if __name__ == "__main__":
-    sys.stdout.writelines(table())
+    sys.stdout.writelines([*table(), "\n", *table_of_ratios()])

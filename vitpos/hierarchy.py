@@ -8,6 +8,9 @@ and N - 1 degrees of freedom, and the quantile is the mean of the two t quantile
 1957, Experimental Designs, section 4.14). Satterthwaite's degrees of freedom were tried and dropped: at three seeds
 such an interval covers less than it says (docs/statistics.md has the measured figures).
 
+Shares in 0..1 have Wilson's interval at the effective sample size. Scores on another scale (`bounded=False`: linearised
+ratios, pixels) have a t interval on that scale, from the same variance and quantile; nothing is cut off at 0, 1 or -1.
+
 What comes back speaks of *this encoding under this recipe*: of other seeds, on other images like these. One seed
 cannot say it. Shapes: R seeds, N images; `...` are leading axes that are computed at once.
 """
@@ -37,13 +40,14 @@ class SeedEstimate(Estimate):
 @dataclass(frozen=True)
 class Crossed:
     """A grand mean [...] with the two parts of its variance, each [...]: from the seeds (with the interaction), and
-    from the images beyond that."""
+    from the images beyond that. `bounded`: of scores in 0..1, or of their differences."""
 
     mean: Array
     seed_part: Array
     image_part: Array
     seeds: int
     images: int
+    bounded: bool = True
 
     @property
     def variance(self) -> Array:
@@ -70,27 +74,30 @@ class Crossed:
         return np.exp(high)
 
 
-def _table(scores: ArrayLike, low: float, high: float) -> Array:
+def _table(scores: ArrayLike, bounded: bool) -> Array:
     array = np.asarray(scores, dtype=np.float64)
     if array.ndim < 2 or array.shape[-2] < 2 or array.shape[-1] < 2:
         raise ValueError(f"expected scores [R >= 2 seeds, N >= 2 images], got shape {array.shape}")
-    if not (array.min() >= low and array.max() <= high):
-        raise ValueError(f"expected scores in {low:g}..{high:g}, got {array.min():g}..{array.max():g}")
+    if bounded and not (array.min() >= 0 and array.max() <= 1):
+        raise ValueError(f"expected scores in 0..1, got {array.min():g}..{array.max():g}")
+    if not np.isfinite(array).all():
+        raise ValueError("expected finite scores")
     return array
 
 
-def crossed(table: Array) -> Crossed:
-    """The crossed analysis of variance of scores [..., R, N]."""
+def crossed(table: Array, *, bounded: bool = True) -> Crossed:
+    """The crossed analysis of variance of scores [..., R, N], or of their differences."""
     seeds, images = table.shape[-2:]
     by_seed, by_image = table.mean(axis=-1), table.mean(axis=-2)
     mean = by_seed.mean(axis=-1)
     of_seeds, of_images = by_seed.var(axis=-1, ddof=1), by_image.var(axis=-1, ddof=1)
-    squares = np.einsum("...rn,...rn->...", table, table) - seeds * images * mean**2
+    away = table - mean[..., None, None]  # first, lest a mean far from 0 hide small differences
+    squares = np.einsum("...rn,...rn->...", away, away)
     rest = squares - images * (seeds - 1) * of_seeds - seeds * (images - 1) * of_images
     interaction = np.maximum(rest, 0) / ((seeds - 1) * (images - 1))
     # The seeds' part is theirs whole; the images' may come out below 0, where it is none.
     image_part = np.maximum(of_images / images - interaction / (seeds * images), 0)
-    return Crossed(mean, of_seeds / seeds, image_part, seeds, images)
+    return Crossed(mean, of_seeds / seeds, image_part, seeds, images, bounded)
 
 
 def _wilson(p: Array, n: Array, quantile: Array) -> tuple[Array, Array]:
@@ -100,9 +107,18 @@ def _wilson(p: Array, n: Array, quantile: Array) -> tuple[Array, Array]:
     return np.minimum(np.maximum(centre - reach, 0), p), np.maximum(np.minimum(centre + reach, 1), p)
 
 
-def mean_bounds(table: Array, repeats: int = 1, level: float = LEVEL) -> tuple[Array, Array, Array]:
+def _reach(parts: Crossed, level: float) -> Array:
+    return parts.quantile((1 - level) / 2) * np.sqrt(parts.variance)
+
+
+def mean_bounds(
+    table: Array, repeats: int = 1, level: float = LEVEL, *, bounded: bool = True
+) -> tuple[Array, Array, Array]:
     """`mean` of many tables at once: scores [..., R, N] -> (value, low, high), each [...]."""
-    parts = crossed(table)
+    parts = crossed(table, bounded=bounded)
+    if not bounded:
+        reach = _reach(parts, level)
+        return parts.mean, parts.mean - reach, parts.mean + reach
     p, most = parts.mean, parts.seeds * parts.images * max(repeats, 1)
     binomial = p * (1 - p)
     quantile = parts.quantile((1 - level) / 2)
@@ -113,43 +129,48 @@ def mean_bounds(table: Array, repeats: int = 1, level: float = LEVEL) -> tuple[A
     return p, low, high
 
 
-def mean(scores: ArrayLike, repeats: int = 1, level: float = LEVEL) -> SeedEstimate:
-    """Mean of an encoding's scores in 0..1 over seeds and images, scores [R, N].
+def mean(scores: ArrayLike, repeats: int = 1, level: float = LEVEL, *, bounded: bool = True) -> SeedEstimate:
+    """Mean of an encoding's scores over seeds and images, scores [R, N], in 0..1 if `bounded`.
 
     Wilson's interval at the effective sample size p (1 - p) / variance, with the crossed variance and its quantile.
     Where all seeds are right on all images (or wrong) nothing varies: it is Wilson's at N images, one answer an image.
-    `repeats` is how many measurements each score averages.
+    `repeats` is how many measurements each score averages. Scores on another scale have the interval of t, of no width
+    where nothing varies: there is no least disagreement that could stand for it.
     """
-    table = _table(scores, 0, 1)
-    value, low, high = mean_bounds(table, repeats, level)
+    table = _table(scores, bounded)
+    value, low, high = mean_bounds(table, repeats, level, bounded=bounded)
     return SeedEstimate(
-        float(value), float(low), float(high), table.shape[1], "wilson, seeds crossed with images", OVER_SEEDS, level,
-        table.shape[0],
+        float(value), float(low), float(high), table.shape[1],
+        f"{'wilson' if bounded else 't'}, seeds crossed with images", OVER_SEEDS, level, table.shape[0],
     )  # fmt: skip
 
 
-def paired(scores: ArrayLike, baseline: ArrayLike) -> Crossed:
-    """The analysis of scores minus a baseline's, both [..., R, N] in 0..1, row by row the same seed.
+def paired(scores: ArrayLike, baseline: ArrayLike, *, bounded: bool = True) -> Crossed:
+    """The analysis of scores minus a baseline's, both [..., R, N], in 0..1 if `bounded`, row by row the same seed.
 
     Two encodings that answered alike everywhere are not known to be equal: where nothing varies, one image's worth of
-    disagreement stands for the variance, as Agresti & Min 2005 (Stat. Med. 24) have it for two models.
+    disagreement stands for the variance, as Agresti & Min 2005 (Stat. Med. 24) have it for two models. (Of scores on
+    another scale there is no such least one.)
     """
-    table, base = _table(scores, 0, 1), _table(baseline, 0, 1)
+    table, base = _table(scores, bounded), _table(baseline, bounded)
     if table.shape != base.shape:
         raise ValueError(f"expected scores of the same seeds and images, got shapes {table.shape} and {base.shape}")
-    parts = crossed(table - base)
+    parts = crossed(table - base, bounded=bounded)
+    if not bounded:
+        return parts
     least = np.where(parts.variance > 0, 0, 1 / (parts.images + 2) ** 2)
     return replace(parts, image_part=parts.image_part + least)
 
 
 def difference_bounds(parts: Crossed, level: float = LEVEL) -> tuple[Array, Array]:
-    reach = parts.quantile((1 - level) / 2) * np.sqrt(parts.variance)
-    return np.maximum(parts.mean - reach, -1), np.minimum(parts.mean + reach, 1)
+    reach = _reach(parts, level)
+    most = 1 if parts.bounded else np.inf
+    return np.maximum(parts.mean - reach, -most), np.minimum(parts.mean + reach, most)
 
 
-def difference(scores: ArrayLike, baseline: ArrayLike, level: float = LEVEL) -> SeedEstimate:
+def difference(scores: ArrayLike, baseline: ArrayLike, level: float = LEVEL, *, bounded: bool = True) -> SeedEstimate:
     """Mean score of one encoding minus that of another, both [R, N]: a row is one seed, a column one image."""
-    parts = paired(scores, baseline)
+    parts = paired(scores, baseline, bounded=bounded)
     low, high = difference_bounds(parts, level)
     return SeedEstimate(
         float(parts.mean), float(low), float(high), parts.images, "t, seeds crossed with images, paired by both",
@@ -164,7 +185,7 @@ def different(parts: Crossed) -> Array:
 
 def equivalent(parts: Crossed, margin: float) -> Array:
     """p [...] of two one-sided tests (Schuirmann 1987, J. Pharmacokinet. Biopharm. 15): small where the difference lies
-    within -margin..margin. The margin is to be fixed before the results are seen."""
+    within -margin..margin, in units of the scores. The margin is to be fixed before the results are seen."""
     if not margin > 0:
         raise ValueError(f"an equivalence margin must be above 0, got {margin}")
     nearer = margin - np.abs(parts.mean)  # to the nearer bound; below 0 beyond it

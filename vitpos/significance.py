@@ -73,13 +73,13 @@ class Rank:
     of: int
 
 
-def better(scores: ArrayLike, alpha: float = ALPHA) -> NDArray[np.bool_]:
-    """[..., K, K]: is encoding j better than k, all pairs corrected together? From scores [..., K, R, N] at the same
-    seeds."""
+def better(scores: ArrayLike, alpha: float = ALPHA, *, bounded: bool = True) -> NDArray[np.bool_]:
+    """[..., K, K]: has encoding j a higher mean than k, all pairs corrected together? From scores [..., K, R, N] at the
+    same seeds, in 0..1 if `bounded`."""
     table = np.asarray(scores, dtype=np.float64)
     count = table.shape[-3]
     first, second = np.triu_indices(count, 1)
-    parts = [hierarchy.paired(table[..., j, :, :], table[..., k, :, :]) for j, k in zip(first, second)]
+    parts = [hierarchy.paired(table[..., j, :, :], table[..., k, :, :], bounded=bounded) for j, k in zip(first, second)]
     p = holm(np.stack([hierarchy.different(part) for part in parts], axis=-1))
     ahead = np.stack([part.mean > 0 for part in parts], axis=-1)
     found = np.zeros((*table.shape[:-3], count, count), dtype=bool)
@@ -88,8 +88,9 @@ def better(scores: ArrayLike, alpha: float = ALPHA) -> NDArray[np.bool_]:
     return found
 
 
-def ranks(scores: ArrayLike, alpha: float = ALPHA) -> list[Rank]:
-    """Ranks of K encodings by mean score, with intervals that hold for all of them at once, from scores [K, R, N].
+def ranks(scores: ArrayLike, alpha: float = ALPHA, *, bounded: bool = True) -> list[Rank]:
+    """Ranks of K encodings by mean score, with intervals that hold for all of them at once, from scores [K, R, N], in
+    0..1 if `bounded`.
 
     Encoding k comes after all that are better and before all that are worse, where that is certain after Holm's
     correction over all pairs (Mogstad, Romano, Shaikh & Wilhelm 2024, Rev. Econ. Stud. 91). A bootstrap of ranks is not
@@ -98,7 +99,7 @@ def ranks(scores: ArrayLike, alpha: float = ALPHA) -> list[Rank]:
     table = np.asarray(scores, dtype=np.float64)
     if table.ndim != 3 or len(table) < 2:
         raise ValueError(f"expected scores [K >= 2 encodings, R seeds, N images], got shape {table.shape}")
-    means, wins, count = table.mean(axis=(1, 2)), better(table, alpha), len(table)
+    means, wins, count = table.mean(axis=(1, 2)), better(table, alpha, bounded=bounded), len(table)
     return [
         Rank(1 + int((means > means[k]).sum()), 1 + int(wins[:, k].sum()), count - int(wins[k].sum()), count)
         for k in range(count)

@@ -46,13 +46,20 @@ class Estimate:
         return replace(self, value=function(self.value), low=low, high=high)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Score:
-    """One quantity of each image, values [N] in 0..1, each the average of `repeats` measurements: what a comparison
-    over seeds and images starts from."""
+    """One quantity of each image, values [N]: what a comparison over seeds and images starts from.
+
+    A `bounded` one lies in 0..1, the average of `repeats` measurements; any other is a number on a scale of its own.
+    `unit` is how it is shown: "percent" for shares, else what it is in ("" for none). `images` [N] are the places of
+    its images among all test images, None for all of them.
+    """
 
     values: NDArray[Any]
     repeats: int = 1
+    bounded: bool = True
+    unit: str = "percent"
+    images: NDArray[np.int64] | None = None
 
 
 def _scores(values: ArrayLike, ndim: int) -> NDArray[np.float64]:
@@ -102,19 +109,62 @@ def ratio(numerator: ArrayLike, denominator: ArrayLike | None = None, level: flo
     squared mean of b, taken as t-distributed (Cochran 1977, Sampling Techniques, chapter 6). None where the
     denominators add up to 0.
     """
-    above = np.asarray(numerator, dtype=np.float64)
-    below = np.ones_like(above) if denominator is None else np.asarray(denominator, dtype=np.float64)
-    if above.ndim != 1 or above.shape != below.shape or len(above) < 2:
-        raise ValueError(f"expected two arrays [N >= 2 images], got shapes {above.shape} and {below.shape}")
-    if not (np.isfinite(above).all() and np.isfinite(below).all()):
+    found = _linearised(numerator, denominator)
+    if found is None:
+        return None
+    value, away = found
+    n = len(away)
+    reach = float(student.ppf(0.5 + level / 2, n - 1) * away.std(ddof=1) / np.sqrt(n))
+    return Estimate(value, value - reach, value + reach, n, "linearised ratio, t, by image", level=level)
+
+
+def _linearised(above: ArrayLike, below: ArrayLike | None) -> tuple[float, NDArray[np.float64]] | None:
+    """r = sum of a / sum of b over images, and each image's part in its error, (a_i - r b_i) / mean b [N]; these add up
+    to 0."""
+    a = np.asarray(above, dtype=np.float64)
+    b = np.ones_like(a) if below is None else np.asarray(below, dtype=np.float64)
+    if a.ndim != 1 or a.shape != b.shape or len(a) < 2:
+        raise ValueError(f"expected two arrays [N >= 2 images], got shapes {a.shape} and {b.shape}")
+    if not (np.isfinite(a).all() and np.isfinite(b).all()):
         raise ValueError("expected finite numbers")
-    n, mean = len(above), float(below.mean())
+    mean = float(b.mean())
     if mean == 0:
         return None
-    value = float(above.mean()) / mean
-    spread = float((above - value * below).std(ddof=1)) / np.sqrt(n) / abs(mean)
-    reach = float(student.ppf(0.5 + level / 2, n - 1)) * spread
-    return Estimate(value, value - reach, value + reach, n, "linearised ratio, t, by image", level=level)
+    value = float(a.mean()) / mean
+    return value, (a - value * b) / mean
+
+
+@dataclass(frozen=True, eq=False)
+class Ratio:
+    """A ratio of sums over images as in `ratio`, or (`root`) its square root, stated once: `estimate` is of one model,
+    `score` is what encodings are compared by. `unit` as in `Score`."""
+
+    numerator: ArrayLike
+    denominator: ArrayLike | None = None
+    unit: str = ""
+    root: bool = False
+
+    def estimate(self, level: float = LEVEL) -> Estimate | None:
+        """Its interval over images; None where the denominators add up to 0."""
+        found = ratio(self.numerator, self.denominator, level)
+        return found.through(lambda r: max(r, 0.0) ** 0.5) if found and self.root else found
+
+    def summary(self) -> dict[str, Any] | None:
+        """The estimate as a dict."""
+        found = self.estimate()
+        return None if found is None else found.as_dict()
+
+    def score(self, images: NDArray[np.int64] | None = None) -> Score | None:
+        """Linearised scores: r + (a_i - r b_i) / mean b, or by the delta method those of its root. Their mean is the
+        estimate's value, their variance that of its interval."""
+        found = _linearised(self.numerator, self.denominator)
+        if found is None:
+            return None
+        value, away = found
+        if self.root:
+            value = max(value, 0.0) ** 0.5
+            away = away / (2 * value) if value > 0 else np.zeros_like(away)  # squares that add up to 0 are all 0
+        return Score(value + away, bounded=False, unit=self.unit, images=images)
 
 
 def worst_of_grid(correct: ArrayLike, seed: int = 0, level: float = LEVEL) -> tuple[Estimate, tuple[int, int]]:

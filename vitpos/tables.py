@@ -31,8 +31,21 @@ def points(value: float) -> str:
     return f"{100 * value:+.1f}".replace("-", "\N{MINUS SIGN}")
 
 
-def span(interval: Mapping[str, Any]) -> str:
-    return f"{percent(interval['low'])}–{percent(interval['high'])}"
+def number(value: float, unit: str) -> str:
+    """Of unit "percent" a share in 0..1; of any other three digits, without the unit."""
+    if unit == "percent":
+        return percent(value)
+    return (str(value) if isinstance(value, int) else f"{value:.3g}").replace("-", "\N{MINUS SIGN}")
+
+
+def change(value: float, unit: str) -> str:
+    """A difference, with its sign: of shares in points."""
+    return points(value) if unit == "percent" else f"{value:+.3g}".replace("-", "\N{MINUS SIGN}")
+
+
+def span(interval: Mapping[str, Any], unit: str = "percent") -> str:
+    low, high = (number(interval[end], unit) for end in ("low", "high"))
+    return f"{low}–{high}" if interval["low"] >= 0 else f"{low} to {high}"
 
 
 def marks(p: float | None) -> str:

@@ -5,7 +5,11 @@ A probe has two halves, so that every number can be computed again without the m
     collect(subject, options) -> {key: array}   runs the model; one column (last axis) is one image
     summarize(arrays, truth)  -> json-able dict  numbers and intervals from those arrays alone
     views(summary)            -> list of views   optional: tables and figures as data (`_views.py`) for the report
-    scores(arrays, truth)     -> {key: Score}    optional: per-image scores in 0..1, to compare encodings over seeds
+    scores(arrays, truth)     -> {key: Score}    optional: per-image scores, to compare encodings over seeds
+
+Scores are of the images in the probe's array `images` where it has one and a score names no others, else of all; None
+stands for one that is not defined. What is a ratio of sums over images is said once, as `stats.Ratio`, which has both
+its interval and its score.
 
 `collect` raises NotApplicable, with the reason, for a model or data set that the probe cannot be used on.
 `by_default = False` on the class: it runs only when it is named (it takes long). `in_parts = True`: all its long loops
@@ -26,7 +30,9 @@ from __future__ import annotations
 import importlib
 import json
 import pkgutil
+import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -64,7 +70,7 @@ class Probe(Protocol):
     # by_default: bool = True
     # in_parts: bool = False
     # def views(self, summary: dict[str, Any]) -> list[View]: ...
-    # def scores(self, arrays: Arrays, truth: NDArray[np.int64]) -> dict[str, stats.Score]: ...
+    # def scores(self, arrays: Arrays, truth: NDArray[np.int64]) -> dict[str, stats.Score | None]: ...
 
     def collect(self, subject: Subject, options: Mapping[str, Any]) -> Arrays: ...
 
@@ -187,13 +193,23 @@ def _own(arrays: Mapping[str, NDArray[Any]], name: str) -> Arrays:
 
 
 def scores(arrays: Mapping[str, NDArray[Any]]) -> dict[str, stats.Score]:
-    """Per-image scores of everything that encodings can be compared by: `accuracy`, and `<probe>/<key>`."""
+    """Per-image scores of everything that encodings can be compared by: `accuracy`, and `<probe>/<key>`, the key
+    without the blanks and brackets that a command line would have to quote."""
     truth = arrays["labels"]
     found = {"accuracy": stats.Score(arrays["plain/pred"] == truth)}
     for name in json.loads(str(arrays["meta"]))["probes"]:
         own, probe = _own(arrays, name), get(name)
-        if hasattr(probe, "scores") and "not_applicable" not in own:
-            found |= {f"{name}/{key}": score for key, score in probe.scores(own, truth).items()}
+        if not hasattr(probe, "scores") or "not_applicable" in own:
+            continue
+        for key, score in probe.scores(own, truth).items():
+            if score is None:
+                continue
+            if score.images is None and "images" in own:
+                score = replace(score, images=own["images"])
+            count = len(truth if score.images is None else score.images)
+            if score.values.shape != (count,):
+                raise ValueError(f"{name}/{key}: expected scores of {count} images, got shape {score.values.shape}")
+            found[f"{name}/{re.sub(r'[ ()]+', '_', key).strip('_')}"] = score
     return found
 
 

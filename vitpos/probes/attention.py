@@ -238,22 +238,15 @@ class Attention:
 
     def summarize(self, arrays: Arrays, truth: NDArray[np.int64]) -> dict[str, Any]:
         uniform = float(arrays["uniform"])
-        layers = []
-        for k, name in enumerate(arrays["layers"]):
-            distance = arrays["distance"][k]  # [heads, n]
-            heads = len(distance)
-            diversity = stats.ratio(arrays["diversity"][k] / math.log(heads)) if heads > 1 else None
-            mean = stats.ratio(distance.mean(0))
-            layers.append(
-                {
-                    "layer": str(name),
-                    "distance": mean.as_dict() if mean else None,
-                    "over_uniform": mean.through(lambda d: d / uniform).as_dict() if mean else None,
-                    "heads": (distance.mean(1) / uniform).tolist(),
-                    "diversity": diversity.as_dict() if diversity else None,
-                    "on_patches": float(arrays["on_patches"][k].mean()),
-                }
-            )
+        layers = [
+            {"layer": str(name), "diversity": None}  # of one head
+            | {key: ratio.summary() for key, ratio in _of_layer(arrays, k).items()}
+            | {
+                "heads": (arrays["distance"][k].mean(1) / uniform).tolist(),
+                "on_patches": float(arrays["on_patches"][k].mean()),
+            }
+            for k, name in enumerate(arrays["layers"])
+        ]
         result: dict[str, Any] = {
             "images_used": len(arrays["images"]),
             "grid": arrays["grid"].tolist(),
@@ -270,17 +263,27 @@ class Attention:
             }
         if "terms/not_applicable" in arrays:
             return result | {"terms": {"not_applicable": str(arrays["terms/not_applicable"])}}
-        total, relative = arrays["terms/total"], arrays["terms/relative"]
-        result["terms"] = {}
-        for t, name in enumerate(TERMS):
-            share, alone = stats.ratio(total[t], total.sum(0)), stats.ratio(relative[t], total[t])
-            result["terms"][name] = {
-                "share": share.as_dict() if share else None,
-                "relative": alone.as_dict() if alone else None,
-            }
-        ratio = stats.ratio(np.full(total.shape[1], arrays["terms/position_norm"]), arrays["terms/content_norm"])
-        result["norm_ratio"] = ratio.as_dict() if ratio else None
-        return result
+        return result | {
+            "terms": {
+                name: {key: ratio.summary() for key, ratio in _of_term(arrays, t).items()}
+                for t, name in enumerate(TERMS)
+            },
+            "norm_ratio": _norm_ratio(arrays).summary(),
+        }
+
+    def scores(self, arrays: Arrays, truth: NDArray[np.int64]) -> dict[str, stats.Score | None]:
+        """By layer, and of the first layer's terms. The kernels are the weights' alone and have no images."""
+        found = {
+            f"{key}/{layer}": ratio.score()
+            for k, layer in enumerate(arrays["layers"])
+            for key, ratio in _of_layer(arrays, k).items()
+        }
+        if "terms/not_applicable" in arrays:
+            return found
+        images = arrays["terms/images"]
+        for t, term in enumerate(TERMS):
+            found |= {f"{key}/{term}": ratio.score(images) for key, ratio in _of_term(arrays, t).items()}
+        return found | {"norm_ratio": _norm_ratio(arrays).score(images)}
 
     def views(self, summary: dict[str, Any]) -> list[View]:
         layers = summary["layers"]
@@ -339,6 +342,29 @@ class Attention:
                 )
             )  # fmt: skip
         return found
+
+
+def _of_layer(arrays: Arrays, k: int) -> dict[str, stats.Ratio]:
+    """Means over images of one layer; one head has no diversity."""
+    distance, heads = arrays["distance"][k].mean(0, dtype=np.float64), arrays["distance"].shape[1]
+    found = {"distance": stats.Ratio(distance, unit="px"), "over_uniform": stats.Ratio(distance / arrays["uniform"])}
+    if heads > 1:
+        found["diversity"] = stats.Ratio(arrays["diversity"][k] / math.log(heads), unit="percent")
+    return found
+
+
+def _of_term(arrays: Arrays, t: int) -> dict[str, stats.Ratio]:
+    """Shares of one term of the first layer's logits."""
+    total, relative = arrays["terms/total"], arrays["terms/relative"]
+    return {
+        "share": stats.Ratio(total[t], total.sum(0), "percent"),
+        "relative": stats.Ratio(relative[t], total[t], "percent"),
+    }
+
+
+def _norm_ratio(arrays: Arrays) -> stats.Ratio:
+    content = arrays["terms/content_norm"]
+    return stats.Ratio(np.full_like(content, arrays["terms/position_norm"]), content)
 
 
 def _grid(subject: Subject) -> Extent:

@@ -163,7 +163,7 @@ class Equivariance:
         if "features/not_applicable" in arrays:
             features: dict[str, Any] = {"not_applicable": str(arrays["features/not_applicable"])}
         else:
-            own = {key.removeprefix("features/"): array for key, array in arrays.items() if key.startswith("features/")}
+            own = _features_of(arrays)
             features = {
                 "images_used": len(own["images"]),
                 "shifts": own["shifts"].tolist(),
@@ -171,6 +171,16 @@ class Equivariance:
             }
         same = bool(arrays["constant"]) if "constant" in arrays else None  # not stored by early versions
         return {"identities": certificates, "constant": same, "features": features}
+
+    def scores(self, arrays: Arrays, truth: NDArray[np.int64]) -> dict[str, stats.Score | None]:
+        if "features/not_applicable" in arrays:
+            return {}
+        own = _features_of(arrays)
+        return {
+            f"{key}/{layer}": ratio.score(own["images"])
+            for k, layer in enumerate(own["layers"])
+            for key, ratio in _ratios(own, k).items()
+        }
 
     def views(self, summary: dict[str, Any]) -> list[View]:
         empty = " (a constant model)" if summary["constant"] else ""
@@ -286,26 +296,33 @@ def _coordinates(subject: Subject) -> Tensor:
     return positions.grid(*grid, device=subject.device, dtype=subject.dtype).coords
 
 
-def _root(estimate: stats.Estimate | None) -> dict[str, Any] | None:
-    return None if estimate is None else estimate.through(lambda r: max(r, 0.0) ** 0.5).as_dict()
+def _features_of(arrays: Arrays) -> Arrays:
+    return {key.removeprefix("features/"): array for key, array in arrays.items() if key.startswith("features/")}
+
+
+def _error(columns: Arrays, k: int, rings: Any) -> stats.Ratio:
+    """Relative error of one layer over some of the rings."""
+    return stats.Ratio(columns["error"][k][rings].sum(0), columns["norm"][k][rings].sum(0), root=True)
+
+
+def _ratios(columns: Arrays, k: int) -> dict[str, stats.Ratio]:
+    """What are ratios of sums over images, or roots of such, of one layer."""
+    norm, pairs = columns["norm"][k].sum(0), columns["pairs"][k].sum(0)
+    return {
+        "error": _error(columns, k, slice(None)),
+        "border": _error(columns, k, slice(0, 1)),
+        "interior": _error(columns, k, slice(1, None)),
+        "unrelated": stats.Ratio(columns["spread"][k] * pairs, norm, root=True),
+        "cosine": stats.Ratio(columns["cosine"][k].sum(0), pairs),
+    }
 
 
 def _layer(columns: Arrays, k: int) -> dict[str, Any]:
     """Numbers of one layer."""
-    error, norm, pairs = (columns[key][k] for key in ("error", "norm", "pairs"))  # [rings, n]
-    known = pairs[:, 0] > 0
-
-    def over(rings: Any) -> dict[str, Any] | None:
-        return _root(stats.ratio(error[rings].sum(0), norm[rings].sum(0)))
-
-    cosine = stats.ratio(columns["cosine"][k].sum(0), pairs.sum(0))
+    rings = np.flatnonzero(columns["pairs"][k][:, 0] > 0).tolist()
     return {
         "layer": str(columns["layers"][k]),
         "grid": columns["grids"][k].tolist(),
-        "error": over(slice(None)),
-        "border": over(slice(0, 1)),
-        "interior": over(slice(1, None)),
-        "unrelated": _root(stats.ratio(columns["spread"][k] * pairs.sum(0), norm.sum(0))),
-        "cosine": None if cosine is None else cosine.as_dict(),
-        "by_distance": [over([ring]) for ring in np.flatnonzero(known).tolist()],
+        **{key: ratio.summary() for key, ratio in _ratios(columns, k).items()},
+        "by_distance": [_error(columns, k, [ring]).summary() for ring in rings],
     }

@@ -163,34 +163,39 @@ class Factorial:
         labels = truth[arrays["images"]]
         rows = []
         for s, offset in enumerate(arrays["offsets"].tolist()):
-            cells = {name: arrays[f"pred_{name}"][s] for name in ("shifted", "coordinates", "both")}
-            cells["plain"] = arrays["pred"]
-            pairs = {"ordinary": ("shifted", "plain"), "following": ("both", "plain"), "encoding": ("shifted", "both"),
-                     "coordinates": ("coordinates", "plain")}  # fmt: skip
-            row: dict[str, Any] = {
-                "offset": offset,
-                "accuracy": {name: stats.accuracy(pred == labels).as_dict() for name, pred in cells.items()},
-                "decisions": {name: stats.accuracy(cells[a] != cells[b]).as_dict() for name, (a, b) in pairs.items()},
-                "drift": {},
-            }
-            for name in (*EFFECTS, "interaction"):
-                drift = stats.ratio(arrays[f"drift_{name}"][s], arrays["norm"])
-                row["drift"][name] = None if drift is None else drift.as_dict()
-            rows.append(row)
+            answers, drifts = _answers(arrays, labels, s), _drifts(arrays, s)
+            rows.append(
+                {"offset": offset}
+                | {kind: {name: stats.accuracy(x).as_dict() for name, x in found.items()}
+                   for kind, found in answers.items()}
+                | {"drift": {name: ratio.summary() for name, ratio in drifts.items()}}
+            )  # fmt: skip
         result: dict[str, Any] = {"images_used": len(labels), "rows": rows}
         if "refused_offsets" in arrays:
             refused = zip(arrays["refused_offsets"].tolist(), arrays["refused_why"].tolist())
             result["refused"] = [{"offset": offset, "why": why} for offset, why in refused]
         if "gradient/not_applicable" in arrays:
             return result | {"gradient": {"not_applicable": arrays["gradient/not_applicable"].item()}}
-        magnitude, offset = arrays["gradient/magnitude"], arrays["gradient/offset"]
-        share = stats.ratio(np.linalg.norm(offset, axis=0), magnitude.sum((0, 1))) if offset.shape[1] > 1 else None
+        magnitude = arrays["gradient/magnitude"]
         result["gradient"] = {
             "map": magnitude.mean(axis=-1).tolist(),
             "mean": float(magnitude.mean()),
-            "offset_share": None if share is None else share.as_dict(),
+            "offset_share": _offset_share(arrays).summary() if magnitude.shape[-1] > 1 else None,
         }
         return result
+
+    def scores(self, arrays: Arrays, truth: NDArray[np.int64]) -> dict[str, stats.Score | None]:
+        """By offset in patches, down x right."""
+        labels = truth[arrays["images"]]
+        found: dict[str, stats.Score | None] = {}
+        for s, (down, right) in enumerate(arrays["offsets"].tolist()):
+            at = f"{down:g}x{right:g}"
+            for kind, answers in _answers(arrays, labels, s).items():
+                found |= {f"{kind}/{name}/{at}": stats.Score(x) for name, x in answers.items()}
+            found |= {f"drift/{name}/{at}": ratio.score() for name, ratio in _drifts(arrays, s).items()}
+        if "gradient/magnitude" in arrays and len(arrays["gradient/images"]) > 1:
+            found["offset_share"] = _offset_share(arrays).score(arrays["gradient/images"])
+        return found
 
     def views(self, summary: dict[str, Any]) -> list[View]:
         rows = [
@@ -233,3 +238,25 @@ class Factorial:
                 )
             )  # fmt: skip
         return found
+
+
+def _answers(arrays: Arrays, labels: NDArray[np.int64], s: int) -> dict[str, dict[str, NDArray[np.bool_]]]:
+    """Of one offset, by image: in which cells the decision is right (`accuracy`), which effects change it
+    (`decisions`)."""
+    cells = {"plain": arrays["pred"]}
+    cells |= {name: arrays[f"pred_{name}"][s] for name in ("shifted", "coordinates", "both")}
+    pairs = {"ordinary": ("shifted", "plain"), "following": ("both", "plain"), "encoding": ("shifted", "both"),
+             "coordinates": ("coordinates", "plain")}  # fmt: skip
+    return {
+        "accuracy": {name: pred == labels for name, pred in cells.items()},
+        "decisions": {name: cells[a] != cells[b] for name, (a, b) in pairs.items()},
+    }
+
+
+def _drifts(arrays: Arrays, s: int) -> dict[str, stats.Ratio]:
+    return {name: stats.Ratio(arrays[f"drift_{name}"][s], arrays["norm"]) for name in (*EFFECTS, "interaction")}
+
+
+def _offset_share(arrays: Arrays) -> stats.Ratio:
+    magnitude = arrays["gradient/magnitude"].sum((0, 1))
+    return stats.Ratio(np.linalg.norm(arrays["gradient/offset"], axis=0), magnitude, "percent")

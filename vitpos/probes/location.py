@@ -204,10 +204,10 @@ class Location:
     def summarize(self, arrays: Arrays, truth: NDArray[np.int64]) -> dict[str, Any]:
         nets: dict[str, Any] = {}
         for net in NETS:
-            if f"{net}/not_applicable" in arrays:
-                nets[net] = {"not_applicable": str(arrays[f"{net}/not_applicable"])}
+            own = _of(arrays, net)
+            if "not_applicable" in own:
+                nets[net] = {"not_applicable": str(own["not_applicable"])}
                 continue
-            own = {key.removeprefix(f"{net}/"): array for key, array in arrays.items() if key.startswith(f"{net}/")}
             nets[net] = {"layers": [_layer(own, k) for k in range(len(own["layers"]))]}
         trained = nets["trained"]["layers"]
         for k, layer in enumerate(trained):
@@ -216,6 +216,16 @@ class Location:
             own_r2 = _mean_r2(layer)
             layer["selectivity"] = own_r2 - max(known) if known and own_r2 is not None else None
         return {"images_used": len(arrays["images"]), "nets": nets}
+
+    def scores(self, arrays: Arrays, truth: NDArray[np.int64]) -> dict[str, stats.Score | None]:
+        """Of the network as trained. No selectivity: which null is the largest may hang on a rounding, and what is not
+        smooth has no linearised score."""
+        own = _of(arrays, "trained")
+        found: dict[str, stats.Score | None] = {}
+        for k, layer in enumerate(own["layers"]):
+            found |= {f"{key}/{layer}": ratio.score() for key, ratio in _ratios(own, k).items()}
+            found[f"cells/{layer}"] = stats.Score(own["cells"][k], int(own["grids"][k].prod()))
+        return found
 
     def views(self, summary: dict[str, Any]) -> list[View]:
         trained = summary["nets"]["trained"]["layers"]
@@ -255,19 +265,27 @@ class Location:
         ]  # fmt: skip
 
 
+def _of(arrays: Arrays, net: str) -> Arrays:
+    return {key.removeprefix(f"{net}/"): array for key, array in arrays.items() if key.startswith(f"{net}/")}
+
+
+def _ratios(columns: Arrays, k: int) -> dict[str, stats.Ratio]:
+    """What are ratios of sums over images of one layer of one network."""
+    h, w = columns["grids"][k].tolist()
+    found = {}
+    for key, side, copies in (("row", h, w), ("column", w, h)):
+        about_mean = copies * side * (side**2 - 1) / 12  # squares of 0..side-1 about their mean, each line
+        error = columns[key][k]
+        found[key] = stats.Ratio(about_mean - error, np.full_like(error, about_mean))
+    return found | {"position_share": stats.Ratio(columns["between"][k], columns["total"][k], "percent")}
+
+
 def _layer(columns: Arrays, k: int) -> dict[str, Any]:
     """Numbers of one layer of one network."""
     h, w = columns["grids"][k].tolist()
-    n = columns["row"].shape[1]
-    entry: dict[str, Any] = {"layer": str(columns["layers"][k]), "grid": [h, w]}
-    for key, side, copies in (("row", h, w), ("column", w, h)):
-        about_mean = np.full(n, copies * side * (side**2 - 1) / 12)  # squares of 0..side-1 about their mean, each line
-        found = stats.ratio(columns[key][k], about_mean)
-        entry[key] = None if found is None else found.through(lambda r: 1 - r).as_dict()
-    entry["cells"] = stats.mean_over_images(columns["cells"][k], h * w).as_dict()
-    share = stats.ratio(columns["between"][k], columns["total"][k])
-    entry["position_share"] = None if share is None else share.as_dict()
-    return entry
+    cells = stats.mean_over_images(columns["cells"][k], h * w).as_dict()
+    ratios = {key: ratio.summary() for key, ratio in _ratios(columns, k).items()}
+    return {"layer": str(columns["layers"][k]), "grid": [h, w], "cells": cells, **ratios}
 
 
 def _mean_r2(layer: Mapping[str, Any]) -> float | None:

@@ -16,6 +16,9 @@ so that everything is patch-aligned (4 px for a network without patches).
 - `centre`: in training never touching the border. Tests: `centre`, `border` (it touches).
 - `everywhere`: the control, trained at any place and tested on those sets: what the places cost by themselves.
 
+There are no `scores` for a comparison over seeds: the networks are of the probe's own seeds, so that runs of several
+seeds of one encoding hold the same networks again.
+
 Source: Kayhan & van Gemert 2020, On Translation Invariance in CNNs, arXiv:2003.07064, section 4 (red_green, there with
 convolutional networks); Geirhos et al. 2020, Shortcut Learning, arXiv:2004.07780 (cues in conflict). The rest is ours.
 """

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from vitpos.report.compare_tables import covers, explained, heading, lines
+from vitpos.report.compare_tables import covers, explained, heading, lines, unit_of
 from vitpos.report.grouping import Group, Interval, base_name, groups
 from vitpos.report.views import Shown, shown, views
 from vitpos.report.words import certificates, legend, policies, remarks, title
@@ -49,7 +49,7 @@ def _print_comparison(comparison: dict[str, Any], group: Group, console: Console
     for row in comparison["rows"]:
         trained = f"trained {row['placement']}" if row["placement"] else ""
         below = [row["apart"], trained, f"{len(row['seeds'])} seeds"]
-        cells = [lines(row["cells"].get(metric["key"])) for metric in metrics]
+        cells = [lines(row["cells"].get(metric["key"]), unit_of(metric)) for metric in metrics]
         rows.append([_lines(cell) for cell in ([row["encoding"], *below], *cells)])
     _print_wide(heading(comparison), [metric["title"] for metric in metrics], rows, 11, console)
     notes = [f"{metric['title']}: {metric['note']}." for metric in metrics if metric["note"]]

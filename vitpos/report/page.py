@@ -8,13 +8,13 @@ from typing import Any
 
 import jinja2
 
-from vitpos.report.compare_tables import covers, explained, heading, leaders, rank_text, sign
+from vitpos.report.compare_tables import covers, explained, heading, leaders, rank_text, sign, unit_of
 from vitpos.report.figures import drawings, styles
 from vitpos.report.files import SCHEMA
 from vitpos.report.grouping import Group, Run, compared_with, difference, groups, over_seeds, sizes_of
 from vitpos.report.views import shown, views
 from vitpos.report.words import about, certificates, legend, policies, recipes, remarks, title, trained
-from vitpos.tables import marks, percent, points, span
+from vitpos.tables import change, marks, number, percent, points, span
 
 
 def to_html(results: dict[str, Any]) -> str:
@@ -34,8 +34,8 @@ def to_html(results: dict[str, Any]) -> str:
         "compared_with": compared_with,
         "trained": trained,
     }
-    filters |= {"shown": shown, "marks": marks, "sign": sign, "rank_text": rank_text}
-    environment.filters |= filters
+    filters |= {"shown": shown, "marks": marks, "sign": sign, "rank_text": rank_text, "unit_of": unit_of}
+    environment.filters |= filters | {"number": number, "change": change}
     look = styles(results)
     found = groups(results)
     definitions: dict[str, dict[str, str]] = {}

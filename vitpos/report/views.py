@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vitpos.report.grouping import Group, Run
-from vitpos.tables import percent
+from vitpos.tables import number
 
 
 @dataclass
@@ -48,14 +48,8 @@ def views(group: Group, kind: str) -> list[Shown]:
 def shown(value: Any, unit: str) -> tuple[str, str]:
     """A cell's number and its interval, as text; either may be empty."""
     if isinstance(value, dict):
-        low, high = (_number(value[key], unit) for key in ("low", "high"))
-        return _number(value["value"], unit), f"{low} to {high}"
+        low, high = (number(value[key], unit) for key in ("low", "high"))
+        return number(value["value"], unit), f"{low} to {high}"
     if value is None:
         return "–", ""
-    return (value if isinstance(value, str) else _number(value, unit)), ""
-
-
-def _number(value: float, unit: str) -> str:
-    if unit == "percent":
-        return percent(value)
-    return (str(value) if isinstance(value, int) else f"{value:.3g}").replace("-", "\N{MINUS SIGN}")
+    return (value if isinstance(value, str) else number(value, unit)), ""
