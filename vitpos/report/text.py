@@ -34,7 +34,7 @@ def to_csv(results: dict[str, Any]) -> str:
         {
             "of": "model", "data": group.data, "apart": group.apart, "encoding": base_name(run),
             "trained": run["placement"], "recipe": "", "seeds": run["seed"],
-            "metric": column.key, "title": column.title, "label": run["label"],
+            "metric": column.key, "title": column.title, "unit": "percent", "label": run["label"],
             **{key: entry[key] for key in ("value", "low", "high", "over")},
         }
         for group in groups(results)
