@@ -96,7 +96,29 @@ def test_each_size_has_its_own_certainty():
     native, large = resolution.Resolution().summarize(arrays, np.ones(2))["kinds"]["upsample"]["rows"]
     assert (native["scale"], large["scale"]) == ([1, 1], [2, 2])
     assert (native["ece"], large["ece"]) == (pytest.approx(0.1), pytest.approx((0.3 + 0.5) / 2))
+    assert native["ece_interval"] is None  # two images alike
+    assert large["ece_interval"]["value"] == large["ece"]
+    assert large["ece_interval"]["over"] == "images, for this model"
     assert (native["entropy"]["value"], large["entropy"]["value"]) == (pytest.approx(0.2), pytest.approx(0.8))
+
+
+def test_the_table_shows_the_interval_of_the_calibration_error():
+    """A number alone where there is none, and in files of early versions."""
+    probe_, rng = resolution.Resolution(), np.random.default_rng(0)
+    sure = np.stack([np.full(40, 0.9), rng.uniform(0.3, 1, 40)])
+    arrays = {
+        "image_size": np.array([12, 16]), "upsample/sizes": np.array([[12, 16], [24, 32]]),
+        "upsample/policies": np.array(["-", "-"]), "upsample/pred": np.ones((2, 40)), "upsample/confidence": sure,
+        "upsample/entropy": 1 - sure, "interpolation": np.array("bilinear"),
+    }  # fmt: skip
+    summary = probe_.summarize(arrays, np.ones(40))
+    native, large = summary["kinds"]["upsample"]["rows"]
+    (view,) = probe_.views(summary)
+    assert [row[4] for row in view["rows"]] == [native["ece"], large["ece_interval"]]
+    assert large["ece_interval"]["low"] > 0  # too timid by half
+    for row in native, large:
+        del row["ece_interval"]
+    assert [row[4] for row in probe_.views(summary)[0]["rows"]] == [native["ece"], large["ece"]]
 
 
 def test_a_policy_that_no_encoding_offers_is_no_silent_gap():
@@ -104,24 +126,6 @@ def test_a_policy_that_no_encoding_offers_is_no_silent_gap():
     assert {"default", "extrapolate", "interpolate", "normalized", "ntk"} <= set(resolution.policy_names())
     with pytest.raises(ValueError, match="offers 'interpolat'; did you mean interpolate"):
         probe("resolution", Constant(), options={"policies": ["interpolat"]})
-
-
-def test_calibration_error_hand_worked():
-    # Two bins: 4 images at 0.95 of which 3 are right, 6 at 0.55 of which 3 are: 0.4 * 0.2 + 0.6 * 0.05.
-    correct = np.array([1, 1, 1, 0, 1, 1, 1, 0, 0, 0], bool)
-    confidence = np.array([0.95] * 4 + [0.55] * 6)
-    assert resolution.calibration_error(correct, confidence) == pytest.approx(0.4 * 0.2 + 0.6 * 0.05)
-    # 15 bins of equal width, each with its upper end: 9/15 lies below 0.62, and 10/15 parts 0.62 from 0.68.
-    right_and_wrong = np.array([True, False])
-    assert resolution.calibration_error(right_and_wrong, np.array([0.6, 0.62])) == pytest.approx((0.4 + 0.62) / 2)
-    assert resolution.calibration_error(right_and_wrong, np.array([0.62, 0.68])) == pytest.approx((0.38 + 0.68) / 2)
-    assert resolution.calibration_error(right_and_wrong, np.array([0.62, 0.66])) == pytest.approx(0.14)
-    rng = np.random.default_rng(0)
-    sure = rng.uniform(0.3, 1, 20000)
-    calibrated = rng.random(20000) < sure
-    assert resolution.calibration_error(calibrated, sure) < 0.02
-    assert resolution.calibration_error(calibrated, np.clip(sure + 0.2, 0, 1)) > 0.1
-    assert resolution.calibration_error(np.ones(3, bool), np.ones(3)) == 0
 
 
 def test_entropy_and_calibration_stand_beside_accuracy():

@@ -190,6 +190,9 @@ def test_figures_draw_the_mean_of_seeds_and_how_far_they_lie():
     assert (first["value"], first["low"], first["high"]) == (pytest.approx(0.4), 0.2, 0.7)
     assert one["accuracy"]["low"] == one["accuracy"]["high"] == 0.93  # no seed differs
     assert one["probes"]["translation"]["variants"]["canvas"]["patch"]["shifts"] == SHIFTS
+    errors = [changed(run("ape1d", seed=seed), "ece", value) for seed, value in ((0, 0.1), (1, interval(0.3)))]
+    (mixed,) = grouping.over_seeds(errors)  # of a seed there may be no interval, but a number
+    assert (mixed["ece"]["value"], mixed["ece"]["low"], mixed["ece"]["high"]) == (pytest.approx(0.2), 0.1, 0.3)
     assert "seeds" not in two  # another recipe is no other seed
     assert two["recipe"] != alone["recipe"]
     found = results(*seeds, run("none"))

@@ -42,6 +42,88 @@ def test_paired_difference_hand_worked():
     assert same.low < 0 < same.high
 
 
+def test_calibration_error_hand_worked():
+    # Two bins: 4 images at 0.95 of which 3 are right, 6 at 0.55 of which 3 are: 0.4 * 0.2 + 0.6 * 0.05.
+    correct = np.array([1, 1, 1, 0, 1, 1, 1, 0, 0, 0], bool)
+    confidence = np.array([0.95] * 4 + [0.55] * 6)
+    assert stats.calibration_error(correct, confidence) == pytest.approx(0.4 * 0.2 + 0.6 * 0.05)
+    # 15 bins of equal width, each with its upper end: 9/15 lies below 0.62, and 10/15 parts 0.62 from 0.68.
+    right_and_wrong = np.array([True, False])
+    assert stats.calibration_error(right_and_wrong, np.array([0.6, 0.62])) == pytest.approx((0.4 + 0.62) / 2)
+    assert stats.calibration_error(right_and_wrong, np.array([0.62, 0.68])) == pytest.approx((0.38 + 0.68) / 2)
+    assert stats.calibration_error(right_and_wrong, np.array([0.62, 0.66])) == pytest.approx(0.14)
+    rng = np.random.default_rng(0)
+    sure = rng.uniform(0.3, 1, 20000)
+    calibrated = rng.random(20000) < sure
+    assert stats.calibration_error(calibrated, sure) < 0.02
+    assert stats.calibration_error(calibrated, np.clip(sure + 0.2, 0, 1)) > 0.1
+    assert stats.calibration_error(np.ones(3, bool), np.ones(3)) == 0
+
+
+def test_a_calibration_error_that_chance_explains_has_an_interval_from_zero():
+    rng = np.random.default_rng(8)
+    sure = rng.uniform(0.3, 1, 500)
+    right = rng.random(500) < sure
+    fair, bold = stats.calibration_interval(right, sure), stats.calibration_interval(right, (sure + 1) / 2)
+    assert (fair.value, bold.value) == (
+        stats.calibration_error(right, sure), stats.calibration_error(right, (sure + 1) / 2)
+    )  # fmt: skip
+    assert fair.low == 0 < fair.value <= fair.high
+    assert 0.1 < bold.low < 0.175 < bold.high < 0.25  # the truth is (1 - 0.65) / 2
+    assert bold.method == "basic bootstrap, from 0 if as by chance"
+    for right in rng.random((10, 500)) < sure:  # resampling alone often says that it is less than was found
+        fair = stats.calibration_interval(right, sure)
+        assert fair.low <= fair.value <= fair.high
+    right = rng.random(500) < sure
+    bold = stats.calibration_interval(right, (sure + 1) / 2)
+    wider = stats.calibration_interval(right, (sure + 1) / 2, level=0.99)
+    assert wider.low < bold.low < bold.high < wider.high
+    assert stats.calibration_interval([1, 0, 0], [1, 1, 1]).high == 1  # resamples alone would have 4 thirds
+    assert stats.calibration_interval([1], [0.4]) is None
+
+
+def mean(values, axis=-1):
+    return values.mean(axis=axis)
+
+
+def test_bootstrap_of_a_mean_is_that_of_theory():
+    values = np.random.default_rng(6).exponential(size=400)
+    e = stats.bootstrap(mean, values)
+    reach = 1.96 * values.std() / np.sqrt(400)
+    assert (e.value, e.n, e.over, e.level) == (values.mean(), 400, "images, for this model", 0.95)
+    assert (e.value - e.low, e.high - e.value) == (pytest.approx(reach, rel=0.15), pytest.approx(reach, rel=0.15))
+    # The basic interval turns the distribution of resamples over: of a skewed quantity the other side is the longer.
+    top = stats.bootstrap(lambda x, axis: np.exp(10 * x.mean(axis=axis)), values)
+    assert top.value - top.low > 1.2 * (top.high - top.value)
+
+
+def test_bootstrap_keeps_columns_together_and_depends_on_its_seed_alone():
+    rng = np.random.default_rng(7)
+    x = rng.standard_normal(300)
+    pair = x, x + 0.01 * rng.standard_normal(300)
+
+    def gap(a, b, axis):
+        return (a - b).mean(axis=axis)
+
+    first = stats.bootstrap(gap, *pair)
+    assert first.high - first.low < 0.01  # drawn apart it would be 0.3
+    assert stats.bootstrap(gap, *pair) == first
+    assert stats.bootstrap(gap, *pair, seed=1) != first
+
+
+def test_bootstrap_of_what_tells_nothing_is_none():
+    assert stats.bootstrap(mean, [0.3]) is None
+    assert stats.bootstrap(mean, np.full(50, 0.1)) is None
+    assert stats.bootstrap(lambda x, axis: np.where(x.mean(axis=axis) > 0.5, np.nan, 0.0), [0, 1]) is None
+    for columns in ([], [[]], [[1, 2], [1]], [[[1, 2]]], [[1, np.nan]]):
+        with pytest.raises(ValueError, match="expected"):
+            stats.bootstrap(mean, *columns)
+    with pytest.raises(ValueError, match="as many answers as confidences"):
+        stats.calibration_interval([1, 0], [0.5])
+    with pytest.raises(ValueError, match=r"in 0\.\.1"):
+        stats.calibration_interval([1, 0], [0.5, 1.5])
+
+
 def naive_minimum(correct):
     return correct.mean(axis=1).min()
 

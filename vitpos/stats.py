@@ -10,18 +10,23 @@ Shapes: S shifts or positions, N images.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.stats import norm
+from scipy.stats import DegenerateDataWarning, norm
+from scipy.stats import bootstrap as resample
 from scipy.stats import t as student
 from statsmodels.stats.proportion import proportion_confint
 
 OVER_IMAGES = "images, for this model"
 LEVEL = 0.95
+RESAMPLES = 1000
+BATCH = 50_000  # images of resamples that are looked at in one go: what the cache holds
+BINS = 15  # of confidence, in the calibration error
 
 
 @dataclass(frozen=True)
@@ -165,6 +170,85 @@ class Ratio:
             value = max(value, 0.0) ** 0.5
             away = away / (2 * value) if value > 0 else np.zeros_like(away)  # squares that add up to 0 are all 0
         return Score(value + away, bounded=False, unit=self.unit, images=images)
+
+
+def bootstrap(
+    statistic: Callable[..., NDArray[Any]], *columns: ArrayLike, seed: int = 0, level: float = LEVEL
+) -> Estimate | None:
+    """A quantity without a formula for its interval: statistic(*columns, axis=-1), columns [N] with an entry an image.
+
+    Images are drawn again, with all their columns, `RESAMPLES` times; `statistic` gets columns [B, N] and reduces
+    the last axis. The draws depend on N and `seed` only. The interval is the basic one, 2 value - quantile (Davison &
+    Hinkley 1997, Bootstrap Methods and their Application, section 5.2.1), which takes off as much bias as resampling
+    adds; it may miss `value` where that is much. None where resamples tell nothing of the spread: of one image, where
+    they all have one value (all images alike), or where one has none (not finite).
+    """
+    arrays = [np.asarray(column) for column in columns]
+    shapes = {array.shape for array in arrays}
+    if len(shapes) != 1 or arrays[0].ndim != 1 or len(arrays[0]) == 0:
+        raise ValueError(f"expected columns [N >= 1 images] of one length, got shapes {[a.shape for a in arrays]}")
+    if not all(np.isfinite(array).all() for array in arrays):
+        raise ValueError("expected finite numbers")
+    n = len(arrays[0])
+    if n < 2:
+        return None
+    value = float(statistic(*arrays, axis=-1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DegenerateDataWarning)  # a resample without a value: None, below
+        found = resample(
+            arrays, statistic, paired=True, vectorized=True, method="basic", n_resamples=RESAMPLES,
+            batch=max(1, BATCH // n), confidence_level=level, rng=np.random.default_rng(seed),
+        )  # fmt: skip
+    drawn, (low, high) = found.bootstrap_distribution, found.confidence_interval
+    if not np.isfinite(drawn).all() or np.allclose(drawn, drawn[0], rtol=1e-12, atol=0):
+        return None
+    return Estimate(value, float(low), float(high), n, "basic bootstrap, by image", level=level)
+
+
+def calibration_error(correct: ArrayLike, confidence: ArrayLike) -> float:
+    """Expected calibration error, correct and confidence [N] in 0..1: |accuracy - confidence| in each of `BINS` bins
+    of equal width, weighted by its share of images (Guo et al. 2017, arXiv:1706.04599, equation 3)."""
+    return float(_binned(*_gaps(correct, confidence)))
+
+
+def calibration_interval(
+    correct: ArrayLike, confidence: ArrayLike, seed: int = 0, level: float = LEVEL
+) -> Estimate | None:
+    """`calibration_error` with its interval, by `bootstrap`; None where that is.
+
+    Chance makes the error of a calibrated model positive, the more the fewer images. Of one that errs no more than such
+    a model would (with every answer right by chance as likely as its confidence says, up to the level's upper quantile;
+    consistency resampling, Bröcker & Smith 2007, Weather and Forecasting 22, with normal sums of each bin) the interval
+    begins at 0. It always holds the error itself. docs/statistics.md says where it holds the truth.
+    """
+    gaps, bins = _gaps(correct, confidence)
+    found = bootstrap(_binned, gaps, bins, seed=seed, level=level)
+    if found is None:
+        return None
+    sure = np.asarray(confidence, np.float64)
+    spread = np.sqrt(np.bincount(bins, sure * (1 - sure), minlength=BINS))
+    chance = np.abs(np.random.default_rng([seed, 1]).standard_normal((RESAMPLES, BINS)) * spread).sum(axis=-1) / len(
+        bins
+    )
+    by_chance = found.value <= np.quantile(chance, 0.5 + level / 2)
+    low, high = 0.0 if by_chance else max(found.low, 0.0), min(max(found.high, found.value), 1.0)
+    return replace(found, low=min(low, found.value), high=high, method="basic bootstrap, from 0 if as by chance")
+
+
+def _gaps(correct: ArrayLike, confidence: ArrayLike) -> tuple[NDArray[np.float64], NDArray[np.intp]]:
+    """Right or not less confidence, and the bin of each image."""
+    right, sure = _scores(correct, 1), _scores(confidence, 1)
+    if right.shape != sure.shape:
+        raise ValueError(f"expected as many answers as confidences, got shapes {right.shape} and {sure.shape}")
+    return right - sure, np.clip(np.ceil(sure * BINS).astype(np.intp) - 1, 0, BINS - 1)
+
+
+def _binned(gaps: NDArray[Any], bins: NDArray[Any], axis: int = -1) -> NDArray[Any]:
+    """Sum of the bins' absolute gaps over the number of images, [..., N] -> [...]."""
+    n = bins.shape[axis]
+    places = bins.reshape(-1, n) + BINS * np.arange(bins.size // n)[:, None]
+    sums = np.bincount(places.ravel(), gaps.ravel(), minlength=BINS * len(places))
+    return np.abs(sums).reshape(*bins.shape[:-1], BINS).sum(axis=-1) / n
 
 
 def worst_of_grid(correct: ArrayLike, seed: int = 0, level: float = LEVEL) -> tuple[Estimate, tuple[int, int]]:

@@ -54,7 +54,6 @@ SCALES = {
     "canvas": [(1, 1), (1.5, 1.5), (2, 2), (1, 1.5), (1.5, 1)],
 }
 INTERPOLATIONS = ("bilinear", "bicubic", "nearest-exact")
-BINS = 15
 Size = tuple[int, int]
 
 
@@ -130,7 +129,8 @@ def resolve_sizes(sizes: Any, kind: str, native: Size, patch: Size) -> list[Size
         "size on the grid of training.",
         "upsample - zoom": "Accuracy of the two at one size on the same images: the larger grid, and the share of "
         "background, which zoom changes; read it beside none.",
-        "ece": "Expected calibration error: 15 bins of confidence, |accuracy - confidence| weighted by images.",
+        "ece": "Expected calibration error: 15 bins of confidence, |accuracy - confidence| weighted by images. Its "
+        "interval begins at 0 where a calibrated model would err as much by chance.",
         "entropy": "Mean entropy of the probabilities, in nats.",
         "interpolation": "How images are resized; bilinear and bicubic are antialiased.",
         "policy": "What the encoding does with positions beyond its training grid: extrapolate (coordinates run on), "
@@ -268,11 +268,13 @@ class Resolution:
             for row in entry.get("rows", []):
                 if "ece" in row:
                     size = "x".join(map(str, row["size"]))
-                    rows.append([kind, size, row["policy"], row["accuracy"], row["ece"], row["entropy"]])
+                    error = row.get("ece_interval") or row["ece"]  # early versions have no interval
+                    rows.append([kind, size, row["policy"], row["accuracy"], error, row["entropy"]])
         if rows:
             note = (
                 f"Images resized by {summary['interpolation']} interpolation. Expected calibration error (some is "
-                "found for a calibrated model too) and mean entropy of the probabilities."
+                "found for a calibrated model too: an interval from 0 says that it may be one) and mean entropy of the "
+                "probabilities."
             )
             heads = {"kind": "", "size": "", "policy": "", "accuracy": "percent", "calibration error": "percent",
                      "entropy (nats)": ""}  # fmt: skip
@@ -321,18 +323,16 @@ def cut_off(subject: Subject, sizes: Sequence[Size], interpolation: str) -> dict
             if size in lost}  # fmt: skip
 
 
-def calibration_error(correct: NDArray[np.bool_], confidence: NDArray[np.floating[Any]]) -> float:
-    """Expected calibration error over `BINS` bins of equal width, correct and confidence [N]."""
-    bins = np.clip(np.ceil(np.asarray(confidence, np.float64) * BINS).astype(int) - 1, 0, BINS - 1)
-    gaps = [abs(correct[bins == b].mean() - confidence[bins == b].mean()) * (bins == b).mean() for b in np.unique(bins)]
-    return float(sum(gaps))
-
-
 def _calibration(correct: NDArray[np.bool_], confidence: Any, entropy: Any) -> dict[str, Any]:
     if confidence is None:  # not stored by early versions
         return {}
+    interval = stats.calibration_interval(correct, confidence)
     mean = stats.ratio(entropy) if len(entropy) > 1 else None
-    return {"ece": calibration_error(correct, confidence), "entropy": mean.as_dict() if mean else None}
+    return {
+        "ece": stats.calibration_error(correct, confidence),
+        "ece_interval": interval.as_dict() if interval else None,
+        "entropy": mean.as_dict() if mean else None,
+    }
 
 
 def _grid_effect(arrays: Arrays, truth: NDArray[np.int64]) -> list[dict[str, Any]]:

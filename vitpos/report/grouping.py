@@ -272,10 +272,11 @@ def _merged(parts: Sequence[Any]) -> Any:
     first = parts[0]
     if any(part is None for part in parts):
         return None
+    interval = next((part for part in parts if isinstance(part, dict) and "low" in part), None)
+    if interval is not None:  # some may be numbers alone
+        values = [part["value"] if isinstance(part, dict) else part for part in parts]
+        return interval | {"value": sum(values) / len(values), "low": min(values), "high": max(values)}
     if all(isinstance(part, dict) for part in parts):
-        if "low" in first:
-            values = [part["value"] for part in parts]
-            return first | {"value": sum(values) / len(values), "low": min(values), "high": max(values)}
         return {key: _merged([part[key] for part in parts]) for key in first if all(key in part for part in parts)}
     if all(isinstance(part, list) and len(part) == len(first) for part in parts):
         return [_merged(items) for items in zip(*parts)]
