@@ -72,6 +72,18 @@ def test_a_row_is_an_encoding_and_its_numbers_are_those_of_its_seeds(found):
     assert (found["baseline"], found["margin"], found["images"], found["group"]) == ("none", 0.3, 100, 0)
 
 
+def test_means_have_a_bootstrap_interval_where_asked_and_a_warning(found):
+    """Differences and ranks stay as they are."""
+    (other,) = compare.comparison(sweep(), Options(margin=0.3, interval="bootstrap"))
+    ours, theirs = cell(other, "rope_axial"), cell(found, "rope_axial")
+    assert ours["mean"] == hierarchy.bootstrap(stacked("rope_axial")).as_dict() != theirs["mean"]
+    assert ours["mean"]["value"] == pytest.approx(theirs["mean"]["value"])
+    assert {key: ours[key] for key in ("difference", "rank")} == {key: theirs[key] for key in ("difference", "rank")}
+    assert [line for line in other["remarks"] if line not in found["remarks"]] == [compare.TOO_SURE]
+    with pytest.raises(ValueError, match=r"compare\.interval=boostrap must be one of .*did you mean bootstrap"):
+        Options(interval="boostrap")
+
+
 def test_all_differences_of_the_table_are_corrected_together(found):
     differences = [c["difference"] for row in found["rows"] for c in row["cells"].values() if c["difference"]]
     assert found["tests"] == len(differences) == 2 * len(KEYS)

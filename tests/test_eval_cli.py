@@ -290,6 +290,10 @@ def test_random_weights_are_the_same_again():
         (["checkpoint={run}", "compare.margin=abc"], "compare.margin='abc' is str, expected float or int or null"),
         (["checkpoint={run}", "compare.marign=1"], "did you mean compare.margin"),
         (["checkpoint={run}", "compare.margin=2"], "compare.margin=2 must be a share between 0 and 1"),
+        (
+            ["checkpoint={run}", "compare.interval=bootstap"],
+            "one of crossed, bootstrap; did you mean bootstrap",
+        ),
         (["checkpoint={run}", "compare.baseline=nonne"], "compare.baseline=nonne is no encoding: .*did you mean none"),
         (["runs=."], "no run folder below"),
         (["checkpoint=x", "model=y"], "give one of"),

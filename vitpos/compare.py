@@ -26,6 +26,11 @@ from vitpos.spec import nearest, parse
 from vitpos.stats import LEVEL, Score
 
 Run = dict[str, Any]
+INTERVALS = ("crossed", "bootstrap")
+TOO_SURE = (
+    "Intervals of the means are a bootstrap of seeds and images (compare.interval=bootstrap), which holds the truth "
+    "less often than 95%, the less the fewer the seeds (docs/statistics.md); those of differences and ranks are not."
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,13 +46,21 @@ class Measured:
 class Options:
     """`baseline`: the encoding that differences are to, None for no differences. `metrics`: keys of scores, None for
     the columns of the report's table. `margin`: a difference below it does not matter, as a share (0.01 is a point), in
-    columns of shares; to be fixed before the results are seen; None for no test of equivalence."""
+    columns of shares; to be fixed before the results are seen; None for no test of equivalence. `interval` of the
+    means: crossed, or bootstrap (`hierarchy.bootstrap`), which is too sure with few seeds; differences and ranks are
+    crossed always."""
 
     baseline: str | None = "none"
     metrics: Sequence[str] | None = None
     margin: float | None = None
+    interval: str = "crossed"
 
     def __post_init__(self) -> None:
+        if self.interval not in INTERVALS:
+            raise ValueError(
+                f"compare.interval={self.interval} must be one of {', '.join(INTERVALS)}; "
+                f"{nearest(self.interval, INTERVALS)}"
+            )
         if self.margin is not None and not 0 < self.margin < 1:
             raise ValueError(f"compare.margin={self.margin} must be a share between 0 and 1 (0.01 is one point)")
         if self.baseline is not None:
@@ -224,11 +237,13 @@ def _compared(
 ) -> dict[str, Any]:
     metrics = []
     for key, (title, note) in columns.items():
-        remarks += _means(rows, key)
+        remarks += _means(rows, key, options.interval)
         unit = next((row.score(key).unit for row in rows if key in row.cells), "percent")
         count = next((row.cells[key]["mean"]["n"] for row in rows if key in row.cells), group.images)
         note = "; ".join(filter(None, (note, f"on {count} of the images" if count < group.images else "")))
         metrics.append({"key": key, "title": title, "note": note, "unit": unit})
+    if options.interval == "bootstrap":
+        remarks = [TOO_SURE, *remarks]
     remarks += _differences(rows, options)
     remarks += _ranks(rows, list(columns))
     differences = [cell["difference"] for row in rows for cell in row.cells.values() if cell["difference"]]
@@ -256,7 +271,7 @@ def _compared(
     }
 
 
-def _means(rows: Sequence[Row], key: str) -> list[str]:
+def _means(rows: Sequence[Row], key: str, interval: str) -> list[str]:
     """Fill in each row's mean of one metric, over the images that most runs took for it; returns what stands in the way
     of any."""
     able = [row for row in rows if all(key in member.scores for member in row.members)]
@@ -271,12 +286,18 @@ def _means(rows: Sequence[Row], key: str) -> list[str]:
             continue
         table, kind = row.table(key, row.seeds), row.score(key)
         row.cells[key] = {
-            "mean": hierarchy.mean(table, kind.repeats, bounded=kind.bounded).as_dict(),
+            "mean": _mean(table, kind, interval).as_dict(),
             "by_seed": table.mean(axis=1).tolist(),
             "difference": None,
             "rank": None,
         }
     return remarks
+
+
+def _mean(table: NDArray[np.float64], kind: Score, interval: str) -> hierarchy.SeedEstimate:
+    if interval == "bootstrap":
+        return hierarchy.bootstrap(table, bounded=kind.bounded)
+    return hierarchy.mean(table, kind.repeats, bounded=kind.bounded)
 
 
 def _entry(row: Row, rows: Sequence[Row]) -> dict[str, Any]:

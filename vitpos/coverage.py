@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import brentq
 from scipy.special import expit, logit
+from scipy.stats import norm
 
 from vitpos import hierarchy, significance, stats
 
@@ -171,23 +172,19 @@ def ranks_apart(rng: np.random.Generator, draws: int, setting: Setting) -> Array
 
 
 def naive_ranks(rng: np.random.Generator, draws: int, setting: Setting) -> Array:
-    """Ranks of four equal encodings from 95% of 200 bootstrap samples of seeds and images, which is what not to do."""
+    """Ranks of four equal encodings from the middle 95% of bootstrap samples of seeds and images, which is what not to
+    do."""
     table = answers(rng, draws, setting, [setting.accuracy] * 4)  # [D, K, R, N]
-    seeds = rng.multinomial(setting.seeds, np.full(setting.seeds, 1 / setting.seeds), (draws, 200))  # [D, B, R]
-    images = rng.multinomial(setting.images, np.full(setting.images, 1 / setting.images), (draws, 200))
-    means = np.einsum("dkrb,dbr->dbk", table @ images.swapaxes(1, 2)[:, None], seeds)
-    places = 1 + (means[..., None, :] > means[..., None]).sum(axis=-1)  # [D, B, K]
-    low, high = np.quantile(places, [0.025, 0.975], axis=1, method="nearest")
+    means = hierarchy.resampled_means(table, seed=int(rng.integers(2**32)))  # [D, K, B]
+    places = 1 + (means[:, None] > means[:, :, None]).sum(axis=2)
+    low, high = np.quantile(places, [0.025, 0.975], axis=-1, method="nearest")
     return (low == 1).all(axis=-1) & (high == 4).all(axis=-1)
 
 
 def bootstrap_mean(rng: np.random.Generator, draws: int, setting: Setting) -> Array:
-    """An encoding's mean accuracy, from the middle 95% of 200 bootstrap samples of seeds and images."""
-    table = answers(rng, draws, setting, [setting.accuracy])[:, 0]  # [D, R, N]
-    seeds = rng.multinomial(setting.seeds, np.full(setting.seeds, 1 / setting.seeds), (draws, 200))  # [D, B, R]
-    images = rng.multinomial(setting.images, np.full(setting.images, 1 / setting.images), (draws, 200))
-    means = np.einsum("drb,dbr->db", table @ images.swapaxes(1, 2), seeds) / table[0].size
-    low, high = np.quantile(means, [0.025, 0.975], axis=1)
+    """An encoding's mean accuracy, from the middle 95% of bootstrap samples of seeds and images."""
+    table = answers(rng, draws, setting, [setting.accuracy])[:, 0]
+    _, low, high = hierarchy.bootstrap_bounds(table, seed=int(rng.integers(2**32)))
     return held(low, high, setting.accuracy)
 
 
@@ -216,6 +213,34 @@ def one_model_worst(rng: np.random.Generator, draws: int, setting: Setting) -> A
     return held(bounds[:, 0], bounds[:, 1], setting.accuracy)
 
 
+def _calibration(rng: np.random.Generator, draws: int, setting: Setting, factor: float) -> Array:
+    """Confidence has the logit of a right answer, times a factor: 1 is calibrated, more is too sure. The truth is the
+    error over the same bins of all images that there could be."""
+    level, _ = levels(setting.accuracy, 0.0)
+    inner = np.hypot(IMAGE, BOTH)
+    everything = level + inner * norm.ppf((np.arange(200_000) + 0.5) / 200_000)
+    truth = stats.calibration_error(expit(everything), expit(factor * everything))
+    at = level + inner * rng.standard_normal((draws, setting.images))
+    right = rng.random(at.shape) < expit(at)
+    found = [stats.calibration_interval(*one, seed=k) for k, one in enumerate(zip(right, expit(factor * at)))]
+    return np.array([one is not None and one.low <= truth <= one.high for one in found])
+
+
+def calibrated(rng: np.random.Generator, draws: int, setting: Setting) -> Array:
+    """One model's calibration error (bootstrap), calibrated."""
+    return _calibration(rng, draws, setting, 1)
+
+
+def slightly_too_sure(rng: np.random.Generator, draws: int, setting: Setting) -> Array:
+    """The same with logits 1.25 times too large."""
+    return _calibration(rng, draws, setting, 1.25)
+
+
+def clearly_too_sure(rng: np.random.Generator, draws: int, setting: Setting) -> Array:
+    """The same with logits twice too large."""
+    return _calibration(rng, draws, setting, 2)
+
+
 Study = Callable[[np.random.Generator, int, Setting], Array]
 OVER_SEEDS: dict[str, Study] = {
     "mean of one encoding": mean_of_one,
@@ -229,10 +254,13 @@ OVER_IMAGES: dict[str, Study] = {
     "one model: Wilson": one_model,
     "one model: Wilson, clustered by image": one_model_clustered,
     "one model: worst position": one_model_worst,
+    "one model: calibration error, calibrated": calibrated,
+    "one model: calibration error, 1.25 times too sure": slightly_too_sure,
+    "one model: calibration error, twice too sure": clearly_too_sure,
     "not to be done: one seed's Wilson for the encoding": naive_mean,
 }
+BOOTSTRAP: dict[str, Study] = {"not to be done: mean of one encoding by bootstrap": bootstrap_mean}
 NAIVE: dict[str, Study] = {
-    "not to be done: mean of one encoding by bootstrap": bootstrap_mean,
     "not to be done: plain minimum over positions": plain_minimum,
     "not to be done: ranks of four equals by bootstrap": naive_ranks,
 }
@@ -252,7 +280,7 @@ def table(draws: int = 2000) -> Iterator[str]:
     accuracies, images = (0.5, 0.9, 0.98), (360, 1000)
     yield "| interval | seeds | " + " | ".join(f"{a:g}, {n} images" for n in images for a in accuracies) + " |\n"
     yield "|" + " --- |" * (2 + len(images) * len(accuracies)) + "\n"
-    for studies, seeds in ((OVER_SEEDS, (3, 5, 10)), (OVER_IMAGES, (1,)), (NAIVE, (3,))):
+    for studies, seeds in ((OVER_SEEDS, (3, 5, 10)), (OVER_IMAGES, (1,)), (BOOTSTRAP, (3, 5, 10)), (NAIVE, (3,))):
         for name, study in studies.items():
             for count in seeds:
                 found = [coverage(study, Setting(count, n, a), draws) for n in images for a in accuracies]

@@ -41,7 +41,7 @@ KINDS: dict[str, tuple[type, ...]] = {  # of the keys of configs/eval.yaml
     "weights": (str, type(None)), "restrict": (bool,), "tensorboard": (bool,), "precision": (str,),
     "threads": (int, type(None)), "data": (dict,), "results": (str, type(None)), "compare": (dict,),
     "compare.baseline": (str, type(None)), "compare.metrics": (list, str, type(None)),
-    "compare.margin": (float, int, type(None)),
+    "compare.margin": (float, int, type(None)), "compare.interval": (str,),
 }  # fmt: skip
 WORDS = {"timm_model": "model"}  # keys that the command line calls otherwise
 EVERY = 60  # seconds between lines of progress where there is no terminal

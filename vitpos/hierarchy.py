@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.special import stdtrit
 
-from vitpos.stats import LEVEL, Estimate
+from vitpos.stats import BATCH, LEVEL, RESAMPLES, Estimate
 
 OVER_SEEDS = "seeds and images, for this encoding under this recipe"
 OVER_PAIRED_SEEDS = "seeds and images, paired by both, for these two encodings under this recipe"
@@ -142,6 +142,47 @@ def mean(scores: ArrayLike, repeats: int = 1, level: float = LEVEL, *, bounded: 
     return SeedEstimate(
         float(value), float(low), float(high), table.shape[1],
         f"{'wilson' if bounded else 't'}, seeds crossed with images", OVER_SEEDS, level, table.shape[0],
+    )  # fmt: skip
+
+
+def resampled_means(table: Array, seed: int = 0) -> Array:
+    """Grand means [..., B] of scores [..., R, N] whose seeds and images are drawn again, `RESAMPLES` times, alike for
+    all leading axes. The draws depend on R, N and `seed` only."""
+    rng = np.random.default_rng(seed)
+    seeds, images = table.shape[-2:]
+    times = _times(rng, seeds, RESAMPLES)
+    each = max(1, BATCH // images)
+    sums = [table @ _times(rng, images, min(each, RESAMPLES - start)).T for start in range(0, RESAMPLES, each)]
+    return np.einsum("...rb,br->...b", np.concatenate(sums, axis=-1), times) / (seeds * images)
+
+
+def _times(rng: np.random.Generator, count: int, draws: int) -> Array:
+    """How often each of `count` is drawn, of as many draws with replacement: [draws, count]."""
+    drawn = rng.integers(count, size=(draws, count)) + count * np.arange(draws)[:, None]
+    return np.bincount(drawn.ravel(), minlength=draws * count).reshape(draws, count).astype(np.float64)
+
+
+def bootstrap_bounds(table: Array, seed: int = 0, level: float = LEVEL) -> tuple[Array, Array, Array]:
+    """`bootstrap` of many tables at once: scores [..., R, N] -> (value, low, high), each [...]."""
+    low, high = np.quantile(resampled_means(table, seed), [(1 - level) / 2, (1 + level) / 2], axis=-1)
+    return table.mean(axis=(-2, -1)), low, high
+
+
+def bootstrap(scores: ArrayLike, seed: int = 0, level: float = LEVEL, *, bounded: bool = True) -> SeedEstimate:
+    """Mean of an encoding's scores [R, N], in 0..1 if `bounded`, with the middle `level` of the means of bootstrap
+    samples of seeds and of images (`resampled_means`). For comparison with papers that do so: `mean` is preferable.
+
+    It is too sure, as a sample of few seeds varies less than seeds do: over accuracies of 0.5 to 0.98 and 360 or 1,000
+    images it held the truth in 82.0 to 97.0% of 2,000 draws with 3 seeds, 89.2 to 98.3% with 5, 93.0 to 97.9% with 10
+    (`vitpos/coverage.py`). Where nothing varies it has no width.
+    """
+    table = _table(scores, bounded)
+    if table.ndim != 2:
+        raise ValueError(f"expected scores [R >= 2 seeds, N >= 2 images], got shape {table.shape}")
+    value, low, high = bootstrap_bounds(table, seed, level)
+    return SeedEstimate(
+        float(value), float(low), float(high), table.shape[1], "percentile bootstrap of seeds and images", OVER_SEEDS,
+        level, table.shape[0],
     )  # fmt: skip
 
 
