@@ -57,7 +57,7 @@ def test_bootstrap_resamples_seeds_and_images():
         assert (e.value - e.low, e.high - e.value) == (pytest.approx(reach, rel=0.12), pytest.approx(reach, rel=0.12))
         assert (e.value, e.n, e.seeds, e.level) == (pytest.approx(0.5), table.shape[1], table.shape[0], 0.95)
         assert (e.method, e.over) == ("percentile bootstrap of seeds and images", hierarchy.OVER_SEEDS)
-    table = rng.random((3, 30_000)).round()  # more images than a batch of resamples holds
+    table = rng.random((3, 200)).round()  # more than one batch of resamples
     first = hierarchy.bootstrap(table)
     assert hierarchy.bootstrap(table) == first != hierarchy.bootstrap(table, seed=1)
     inner = hierarchy.bootstrap(table, level=0.5)
