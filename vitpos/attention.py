@@ -217,7 +217,12 @@ def with_mask(bias: Tensor | None, mask: Tensor | None, is_causal: bool, q: Tens
 
 def as_signal(given: Signal | Tensor | None, causal: bool = False) -> Signal:
     """What an attention was given, where a tensor is a caller's mask."""
-    return given if isinstance(given, Signal) else Signal(mask=given, causal=causal)
+    if isinstance(given, Signal):
+        return given
+    return Signal(mask=given, causal=causal) if given is not None or causal else _NOTHING_TOLD
+
+
+_NOTHING_TOLD = Signal()
 
 
 class PositionedAttention:
@@ -284,20 +289,22 @@ class SelfAttention(PositionedAttention):
 
     def respond(self: Any, x: Tensor, signal: Signal | Tensor | None) -> Tensor:
         """Tokens [B, T, D] to what attention adds to them."""
-        gate = None if getattr(self, "gate", None) is None else self.gate(x).sigmoid()
+        parts = self._modules  # asked itself, since a module looks long for an attribute that it has not
+        gate = None if parts.get("gate") is None else self.gate(x).sigmoid()
         signal = as_signal(signal).expand()
         rotated = self._splits(x, signal)
         q, k, v = self._split(x, signal.rotation) if rotated else self._heads(x)
         x = self.attend(q, k, v, signal, rotated)
-        x = self.norm(x) if hasattr(self, "norm") else x
+        x = x if parts.get("norm") is None else self.norm(x)
         x = x if gate is None else x * gate
         return self.proj_drop(self.proj(x))
 
     def _splits(self: Any, x: Tensor, signal: Signal) -> bool:
         """Whether q and k can be rotated where the projection has left them."""
         rotation = signal.rotation
-        normed = not all(isinstance(getattr(self, name, None), _NOTHING) for name in ("q_norm", "k_norm"))
-        if self.qkv is None or normed or signal.contextual or (signal.plain and rotation is not None):
+        parts = self._modules
+        normed = not (isinstance(parts.get("q_norm"), _NOTHING) and isinstance(parts.get("k_norm"), _NOTHING))
+        if parts.get("qkv") is None or normed or signal.contextual or (signal.plain and rotation is not None):
             return False
         if rotation is None:
             return kernels.eager(x)
@@ -321,7 +328,7 @@ class SelfAttention(PositionedAttention):
         else:
             parts = (projection(x) for projection in (self.q_proj, self.k_proj, self.v_proj))
             q, k, v = (part.reshape(batch, tokens, -1, self.head_dim).transpose(1, 2) for part in parts)
-        if hasattr(self, "q_norm"):
+        if self._modules.get("q_norm") is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if k.shape[1] != self.num_heads:  # grouped queries: rotations may differ by query head, so expand before them
             k, v = (t.repeat_interleave(self.num_heads // t.shape[1], dim=1) for t in (k, v))
@@ -330,10 +337,18 @@ class SelfAttention(PositionedAttention):
     def _packed(self: Any, x: Tensor) -> Tensor:
         """q, k and v in one, [B, T, 3, h, d]."""
         fused = self._fused(x)
-        return fused.reshape(*x.shape[:2], 3, self.num_heads, fused.shape[-1] // (3 * self.num_heads))
+        batch, tokens, width = fused.shape
+        return fused.reshape(batch, tokens, 3, self.num_heads, width // (3 * self.num_heads))
 
     def _fused(self: Any, x: Tensor) -> Tensor:
-        if getattr(self, "q_bias", None) is None:
+        return self.qkv(x)
+
+
+class SplitBiasAttention(SelfAttention):
+    """The same, whose projection may have its bias in three pieces."""
+
+    def _fused(self: Any, x: Tensor) -> Tensor:
+        if self.q_bias is None:
             return self.qkv(x)
         bias = torch.cat([self.q_bias, self.k_bias, self.v_bias])
         return self.qkv(x) + bias if self.qkv_bias_separate else F.linear(x, self.qkv.weight, bias)

@@ -99,6 +99,11 @@ class Position(nn.Module):
     def _classes(self, term: Term) -> Sequence[type[Encoding]]:
         return self.native if term.name == "native" and self.native else (lookup(term.name),)
 
+    @property
+    def alike(self) -> bool:
+        """Whether all blocks are told the same."""
+        return not (len(self.layers) or self.native)
+
     def encodings(self) -> Iterator[Encoding]:
         """All encodings: the shared ones, then layer by layer."""
         for group in (self.shared, *self.layers):
@@ -193,6 +198,8 @@ def held_by(encoding: Encoding, held: Held) -> list[Any]:
 
 
 def _signal(signal: Signal, encodings: nn.Module, pos: Positions, held: Held, memory: kernels.Memory | None) -> Signal:
+    if not len(encodings):  # type: ignore[arg-type]
+        return signal
     told: dict[str, Any] = {"memory": memory}
     for encoding in _encodings(encodings):
         if "angles" in encoding.sites():

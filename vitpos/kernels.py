@@ -30,17 +30,17 @@ CHUNK = 350_000  # logits that are worked on at a time, so that they stay in the
 
 def eager(*tensors: Tensor) -> bool:
     """Whether kernels may serve: plain tensors on a CPU, and nothing that records, compiles or transforms."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or is_in_torch_dispatch_mode():
+    if torch.compiler.is_compiling() or torch._C._is_tracing() or is_in_torch_dispatch_mode():
         return False
     if torch._C._are_functorch_transforms_active() or torch._C._len_torch_function_stack():
         return False
     for tensor in tensors:
-        if type(tensor) not in _PLAIN or tensor.device != _CPU or torch._C._functorch.is_legacy_batchedtensor(tensor):
+        if type(tensor) not in _PLAIN or not tensor.is_cpu or torch._C._functorch.is_legacy_batchedtensor(tensor):
             return False
     return forward_ad._current_level < 0
 
 
-_PLAIN, _CPU = (Tensor, nn.Parameter), torch.device("cpu")
+_PLAIN = (Tensor, nn.Parameter)
 
 
 def split(
@@ -58,7 +58,7 @@ def split(
 
 def _split(qkv: Tensor, turn: Tensor | None, layout: Layout, prefix: int) -> tuple[Tensor, Tensor, Tensor]:
     if turn is not None:
-        patches = qkv[:, prefix:, :2]
+        patches = qkv.narrow(1, prefix, qkv.shape[1] - prefix).narrow(2, 0, 2)
         _rotate(patches, turn.transpose(1, 2).unsqueeze(2), layout, out=patches)
     q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
     return q, k, v
@@ -99,6 +99,9 @@ class _Split(torch.autograd.Function):
 
 def _rotate(x: Tensor, turn: Tensor, layout: Layout, out: Tensor) -> None:
     """Write x [..., d], rotated by ``turn`` [..., d/2, 2], to ``out`` of x's dtype, which may be x."""
+    if x is out and x.dtype == turn.dtype and layout == "interleaved" and _in_pairs(x):  # the shortest way, most often
+        torch.view_as_complex(x.unflatten(-1, (-1, 2))).mul_(torch.view_as_complex(turn))
+        return
     kind = torch.promote_types(x.dtype, turn.dtype)
     if kind != x.dtype and len(x) > 1 and x[0].numel() > CACHED:  # image by image: the precise copy stays in the cache
         for i in range(len(x)):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, ClassVar
 
 import torch
@@ -18,7 +19,7 @@ from timm.models._input import update_model_input_size
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from vitpos import positions
+from vitpos import kernels, positions
 from vitpos.backbone.parts import PARTS, HybridEmbed, PatchEmbed
 from vitpos.composition import GRID, Position, flat_tables
 from vitpos.hub import Described
@@ -30,6 +31,8 @@ def _positions(
 ) -> Positions:
     """The positions of patches ``x`` [B, N, D]: the cells of the image's ``grid``, or a caller's coordinates."""
     if coords is None and extent is None:
+        if kernels.eager(x):
+            return Positions(_cells(grid, dtype).clone(), grid, cells=True, full=True)
         return positions.grid(*grid, device=x.device, dtype=dtype)
     coords = positions.grid(*grid).coords if coords is None else coords
     pos = positions.explicit(coords, extent, grid, dtype, x.device)
@@ -39,6 +42,13 @@ def _positions(
             f"{x.shape[0]} x {x.shape[1]}; give one (y, x) a patch, for one grid or each image"
         )
     return pos
+
+
+@lru_cache(maxsize=16)
+def _cells(grid: positions.Extent, dtype: torch.dtype) -> Tensor:
+    """The cells of a grid, on the CPU."""
+    with torch.inference_mode(False):
+        return positions.grid(*grid, device=torch.device("cpu"), dtype=dtype).coords
 
 
 # What timm's FX feature extraction takes as one step, because it decides by values that a symbolic trace has not.
@@ -130,9 +140,11 @@ class PositionMixin(Described):
         """Run the first ``depth`` blocks; also return what comes out of those in ``take``."""
         taken = []
         shared = self.position("shared_signal", pos, self.num_prefix_tokens, self.own())
+        told: Any = {}
         for layer, block in enumerate(itertools.islice(self.blocks, depth)):
-            signal = self.position("told", layer, pos, shared, self.own_of(block), attn_mask, is_causal)
-            told: Any = {self.signal_argument: signal}
+            if layer == 0 or not self.position.alike:
+                signal = self.position("told", layer, pos, shared, self.own_of(block), attn_mask, is_causal)
+                told = {self.signal_argument: signal}
             if self.grad_checkpointing and torch.is_grad_enabled():
                 x = checkpoint(block, x, use_reentrant=False, **told)
             else:
@@ -263,11 +275,18 @@ class PositionMixin(Described):
 
 def _weight_dtype(module: nn.Module) -> torch.dtype:
     """The dtype of a module's first weight; the copies of ``nn.DataParallel`` hold theirs as plain attributes."""
-    for part in module.modules():
-        for weight in (getattr(part, "_former_parameters", None) or part._parameters).values():
-            if weight is not None:
-                return weight.dtype
-    raise TypeError(f"{type(module).__name__} has no weights")
+    found = _first_weight(module)
+    if found is None:
+        raise TypeError(f"{type(module).__name__} has no weights")
+    return found.dtype
+
+
+def _first_weight(module: nn.Module) -> Tensor | None:
+    for weight in (vars(module).get("_former_parameters") or module._parameters).values():
+        if weight is not None:
+            return weight
+    parts = (part for part in module._modules.values() if part is not None)
+    return next((found for part in parts if (found := _first_weight(part)) is not None), None)
 
 
 def _with_wrapped(names: set[str]) -> set[str]:

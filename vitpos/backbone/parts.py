@@ -13,7 +13,7 @@ from timm import layers
 from timm.models import beit, eva, vision_transformer, vision_transformer_relpos
 from torch import Tensor, nn
 
-from vitpos.attention import PositionedAttention, SelfAttention, Signal, as_signal
+from vitpos.attention import PositionedAttention, SelfAttention, Signal, SplitBiasAttention, as_signal
 
 
 class PatchEmbed(layers.PatchEmbed):
@@ -86,7 +86,7 @@ class AttentionRope(SelfAttention, layers.AttentionRope):
         return self.respond(x, as_signal(attn_mask, is_causal))
 
 
-class EvaAttention(SelfAttention, eva.EvaAttention):
+class EvaAttention(SplitBiasAttention, eva.EvaAttention):
     """timm's ``EvaAttention``, likewise."""
 
     def forward(
@@ -96,7 +96,7 @@ class EvaAttention(SelfAttention, eva.EvaAttention):
         return self.respond(x, as_signal(attn_mask, is_causal))
 
 
-class BeitAttention(SelfAttention, beit.Attention):
+class BeitAttention(SplitBiasAttention, beit.Attention):
     """timm's ``Attention`` of BEiT that takes a ``Signal``; its table of biases is read outside."""
 
     def forward(self, x: Tensor, shared_rel_pos_bias: Tensor | Signal | None = None) -> Tensor:
