@@ -7,7 +7,9 @@ import torch
 from common import images, relative_change, tiny
 
 import vitpos
-from vitpos.composition import why_not
+from vitpos import kernels, positions
+from vitpos.attention import expand_angles
+from vitpos.composition import Position, why_not
 from vitpos.spec import lookup
 
 NAMES = [name for name in vitpos.list_encodings() if name != "native"]
@@ -82,3 +84,64 @@ def test_log_n_temperature():
             block.attn.qkv.bias[:36] *= factor
         assert relative_change(plain(larger), scaled(larger)) < 1e-12
         assert relative_change(tiny("rpb")(larger), scaled(larger)) > 1e-4
+
+
+@pytest.mark.parametrize("pos", ["rope_mixed", "rope_mixed(wrap=True)", "rope_mixed(resize='ntk') + rpb"])
+def test_angles_of_all_layers_at_once_are_those_of_each(pos, monkeypatch):
+    """Rotations and gradients, for the layers that are asked for."""
+    model = tiny(pos, depth=3)
+    cells = positions.grid(4, 5, dtype=torch.float64)
+    calls, unit = [], kernels.unit
+    monkeypatch.setattr(kernels, "unit", lambda phase: calls.append(phase.shape) or unit(phase))
+    shared = model.position.shared_signal(cells, 0, depth=2)
+    signals = [model.position.signal(layer, cells, shared).expand() for layer in range(2)]
+    assert [shape[0] for shape in calls] == [2, 2]
+    for layer, signal in enumerate(signals):
+        encoding = model.position.layers[layer]["rope_mixed"]
+        alone = expand_angles(encoding.angles(cells), 0).turn
+        assert signal.angles is None
+        torch.testing.assert_close(signal.rotation.turn, alone, atol=1e-14, rtol=0)
+        weight = torch.randn_like(alone)
+        found, sought = (torch.autograd.grad((t * weight).sum(), encoding.weight, retain_graph=True)[0]
+                         for t in (signal.rotation.turn, alone))  # fmt: skip
+        torch.testing.assert_close(found, sought, atol=1e-12, rtol=1e-12)
+    assert not torch.allclose(signals[0].rotation.turn, signals[1].rotation.turn)
+
+
+@pytest.mark.parametrize("pos", ["string", "rope_axial", "none"])
+def test_angles_that_each_layer_makes_itself(pos):
+    """A change of basis is the layer's own; without layers there is nothing to make."""
+    shared = tiny(pos).position.shared_signal(positions.grid(3, 5, dtype=torch.float64), 0)
+    assert shared.angles_by_layer == ()
+
+
+@pytest.mark.parametrize(("name", "value"), [("resize", "interpolate"), ("gate", torch.nn.Parameter(torch.ones(3)))])
+def test_layers_that_differ_in_more_than_weights_make_their_own_angles(name, value):
+    model = tiny("rope_mixed")
+    cells = positions.grid(4, 5, dtype=torch.float64)
+    assert model.position.shared_signal(cells, 0).angles_by_layer
+    setattr(model.position.layers[1]["rope_mixed"], name, value)
+    assert model.position.shared_signal(cells, 0).angles_by_layer == ()
+
+
+def test_nobody_can_spoil_the_cells_of_a_grid():
+    """They are kept from one forward to the next; what an encoding is given is its own."""
+    model, x = tiny("sincos2d"), images((3, 5))
+    expected = model(x)
+    seen = []
+    encoding = model.position.shared["sincos2d"]
+    tokens = encoding.tokens
+    encoding.tokens = lambda pos: (seen.append(pos.coords), tokens(pos))[1]
+    model(x)
+    seen[0].zero_()
+    assert torch.equal(model(x), expected)
+    assert seen[1].any()
+
+
+def test_blocks_are_told_once_what_is_alike(monkeypatch):
+    told, tell = [], Position.told
+    monkeypatch.setattr(Position, "told", lambda self, layer, *rest: told.append(layer) or tell(self, layer, *rest))
+    for pos, layers in (("rope_axial", [0]), ("none", [0]), ("rpb", [0, 1, 2]), ("rope_axial + rpb", [0, 1, 2])):
+        told.clear()
+        tiny(pos, depth=3)(images((3, 5)))
+        assert told == layers

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from vitpos import easing, kernels
 from vitpos.attention import Signal, exact
-from vitpos.encoding import Encoding, Geometry
+from vitpos.encoding import AnyAngles, Encoding, Geometry, LinearRotary, SeparableAngles
 from vitpos.positions import Positions
 from vitpos.spec import Spec, Term, lookup
 
@@ -152,12 +152,15 @@ class Position(nn.Module):
                 x = torch.cat([x[:, :prefix], encoding.mix(x[:, prefix:], pos)], dim=1)
         return x
 
-    def shared_signal(self, pos: Positions, prefix: int, held: Held | None = None) -> Signal:
-        """The part of the signal that is the same in every layer, expanded once."""
+    def shared_signal(self, pos: Positions, prefix: int, held: Held | None = None, depth: int | None = None) -> Signal:
+        """The part of the signal that is the same in every layer, expanded once; and what is made for the first
+        ``depth`` layers (all) in one call."""
         with _full_precision(pos):
             memory = None if self.training else self.memories[-1]
             timms = "native" in self.spec.names or self.spec.names == ("ape1d",)
-            return _signal(Signal(prefix=prefix, plain=timms), self.shared, pos, held or {}, memory).expand()
+            shared = _signal(Signal(prefix=prefix, plain=timms), self.shared, pos, held or {}, memory).expand()
+            angles = _angles_by_layer(list(self.layers)[:depth], pos)
+            return shared.but(angles_by_layer=angles) if angles else shared
 
     def signal(self, layer: int, pos: Positions, shared: Signal, held: Held | None = None) -> Signal:
         """The signal of one block; ``held`` is what this block holds."""
@@ -173,7 +176,7 @@ class Position(nn.Module):
         """The signal of one block with the caller's mask; None if there is nothing to tell."""
         signal = self.signal(layer, pos, shared, held)
         if mask is not None or is_causal:
-            signal = replace(signal, mask=mask, causal=is_causal)
+            signal = signal.but(mask=mask, causal=is_causal)
         return None if signal.empty else signal
 
 
@@ -202,14 +205,31 @@ def _signal(signal: Signal, encodings: nn.Module, pos: Positions, held: Held, me
         return signal
     told: dict[str, Any] = {"memory": memory}
     for encoding in _encodings(encodings):
-        if "angles" in encoding.sites():
+        if "angles" in encoding.sites() and signal.angles is None:
             told["angles"] = _gated(encoding, encoding.angles(pos, *held_by(encoding, held)))
         if "bias" in encoding.sites():
             bias = _gated(encoding, encoding.bias(pos, *held_by(encoding, held)))
             told["biases"] = (*told.get("biases", signal.biases), bias)
         if "scale" in encoding.sites():
             told["scale"] = told.get("scale", signal.scale) * encoding.scale(pos)
-    return replace(signal, **told)
+    return signal.but(**told)
+
+
+def _angles_by_layer(layers: Sequence[nn.Module], pos: Positions) -> tuple[AnyAngles, ...]:
+    """The angles of each layer, made in one call where only frequencies tell the layers' encodings apart; else none."""
+    first = next((e for e in _encodings(layers[0]) if isinstance(e, LinearRotary)), None) if len(layers) else None
+    if first is None or not pos.full or type(first).basis is not LinearRotary.basis:
+        return ()
+    encodings: list[Any] = [layer[first.name] for layer in layers]  # type: ignore[index]
+    frequencies = [encoding.frequencies(pos) for encoding in encodings]
+    if not kernels.eager(*frequencies) or any((e.gate, e.resize) != (None, first.resize) for e in encodings):
+        return ()
+    phases = first.phases_by_axis(pos, torch.stack(frequencies))  # [layers, h, H | W, d/2]
+    units = [kernels.unit(phase).unbind() for phase in phases]
+    return tuple(
+        SeparableAngles(y, x, first.layout, None, first.free_prefix, both)
+        for y, x, both in zip(*(phase.unbind() for phase in phases), zip(*units))
+    )
 
 
 def _full_precision(pos: Positions) -> AbstractContextManager[object]:

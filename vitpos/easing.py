@@ -24,7 +24,7 @@ def gated(given: Any, gate: Tensor) -> Any:
         return replace(given, phase=given.phase * gate.to(given.phase.dtype).view(1, -1, 1, 1))
     if isinstance(given, SeparableAngles):
         y, x = (part * gate.to(part.dtype).view(-1, 1, 1) for part in (given.y, given.x))
-        return replace(given, y=y, x=x)
+        return replace(given, y=y, x=x, units=None)
     if isinstance(given, (OffsetTable, PairBias)):
         shape = (-1, 1, 1) if isinstance(given, OffsetTable) else (1, -1, 1, 1)
         prefix = None if given.prefix is None else given.prefix * gate.to(given.prefix.dtype).unsqueeze(-1)

@@ -65,7 +65,7 @@ class Angles:
 class SeparableAngles:
     """Angles on a full grid whose phase at (i, j) is ``y[i] + x[j]``: y [1 | h, H, d/2], x [1 | h, W, d/2].
 
-    The rest as in ``Angles``.
+    The rest as in ``Angles``. ``units`` may hold ``kernels.unit`` of both, where it was made for all layers at once.
     """
 
     y: Tensor
@@ -73,6 +73,7 @@ class SeparableAngles:
     layout: Layout = "interleaved"
     basis: Tensor | None = None
     free_prefix: bool = False
+    units: tuple[Tensor, Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -281,13 +282,15 @@ class LinearRotary(Rotary):
         rest = (self.layout, self.basis(), self.free_prefix)
         if not pos.full:
             return Angles(self.phases(pos), *rest)
-        frequencies = self.frequencies(pos).to(pos.coords.dtype)
-        coords = self.placed(pos)
+        y, x = self.phases_by_axis(pos, self.frequencies(pos))
+        return SeparableAngles(y, x, *rest)
+
+    def phases_by_axis(self, pos: Positions, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+        """On a full grid, for frequencies [..., d/2, 2]: what y [..., H, d/2] and what x [..., W, d/2] add."""
         height, width = pos.extent
-        y = coords.view(height, width, 2)[:, 0, 0]  # [H]
-        x = coords.view(height, width, 2)[0, :, 1]  # [W]
-        frequencies_y, frequencies_x = frequencies.unsqueeze(1).unbind(-1)  # each [1 | h, 1, d/2]
-        return SeparableAngles(y[:, None] * frequencies_y, x[:, None] * frequencies_x, *rest)
+        y, x = self.placed(pos).view(height, width, 2).unbind(-1)  # [H, W]
+        of_y, of_x = frequencies.to(pos.coords.dtype).unsqueeze(-3).unbind(-1)  # [..., 1, d/2]
+        return y[:, :1] * of_y, x[0, :, None] * of_x
 
 
 class OffsetBias(Encoding):

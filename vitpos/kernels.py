@@ -196,20 +196,26 @@ def _in_pairs(x: Tensor) -> bool:
     return bool(x.stride(-1) == 1 and x.storage_offset() % 2 == 0 and not any(step % 2 for step in x.stride()[:-1]))
 
 
-def turns(y: Tensor, x: Tensor) -> Tensor:
+def turns(y: Tensor, x: Tensor, units: tuple[Tensor, Tensor] | None = None) -> Tensor:
     """Cosines and sines [1 | h, H W, pairs, 2] of the phases y [1 | h, H, pairs] plus x [1 | h, W, pairs].
 
-    From H + W of each instead of H W, by the product of complex numbers.
+    From H + W of each instead of H W, by the product of complex numbers; ``units`` are ``unit`` of both, if known.
     """
     if not eager(y, x):
         return cos_sin((y.unsqueeze(-2) + x.unsqueeze(-3)).flatten(-3, -2))
-    return _Turns.apply(y, x) if torch.is_grad_enabled() else _turns(y, x)
+    of_y, of_x = units or (unit(y), unit(x))
+    return _Turns.apply(y, x, of_y, of_x) if torch.is_grad_enabled() else _turns(of_y, of_x)
 
 
-def _turns(y: Tensor, x: Tensor) -> Tensor:
-    """Heads next to each other in memory, as q and k have them."""
-    y, x = (phase.transpose(0, 1).contiguous() for phase in (y, x))  # [H | W, 1 | h, pairs]
-    of_y, of_x = (torch.complex(phase.cos(), phase.sin()) for phase in (y, x))
+@torch.no_grad()
+def unit(phase: Tensor) -> Tensor:
+    """exp(i phase) of phases [..., 1 | h, S, pairs] as [..., S, 1 | h, pairs]: heads side by side in memory, as q and k
+    have them."""
+    phase = phase.transpose(-3, -2).contiguous()
+    return torch.complex(phase.cos(), phase.sin())
+
+
+def _turns(of_y: Tensor, of_x: Tensor) -> Tensor:
     return torch.view_as_real((of_y.unsqueeze(1) * of_x).flatten(0, 1).transpose(0, 1))
 
 
@@ -220,8 +226,8 @@ def cos_sin(phase: Tensor) -> Tensor:
 
 class _Turns(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y: Tensor, x: Tensor) -> Tensor:
-        turn = _turns(y, x)
+    def forward(ctx: Any, y: Tensor, x: Tensor, of_y: Tensor, of_x: Tensor) -> Tensor:
+        turn = _turns(of_y, of_x)
         ctx.save_for_backward(turn)
         ctx.sides = (y.shape[1], x.shape[1])
         return turn
@@ -232,7 +238,7 @@ class _Turns(torch.autograd.Function):
         cos, sin = turn.unbind(-1)
         phase = cos * grad[..., 1] - sin * grad[..., 0]
         phase = phase.reshape(len(phase), *ctx.sides, phase.shape[-1])
-        return phase.sum(2), phase.sum(1)
+        return phase.sum(2), phase.sum(1), None, None
 
 
 def dense_bias(table: Tensor, beside: Tensor, prefix: int) -> Tensor:

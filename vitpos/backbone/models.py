@@ -139,7 +139,7 @@ class PositionMixin(Described):
     ) -> tuple[Tensor, list[Tensor]]:
         """Run the first ``depth`` blocks; also return what comes out of those in ``take``."""
         taken = []
-        shared = self.position("shared_signal", pos, self.num_prefix_tokens, self.own())
+        shared = self.position("shared_signal", pos, self.num_prefix_tokens, self.own(), depth)
         told: Any = {}
         for layer, block in enumerate(itertools.islice(self.blocks, depth)):
             if layer == 0 or not self.position.alike:
