@@ -3,10 +3,10 @@
 python benchmarks/evaluation.py [--rounds 15] [--threads 1]
 
 The plain loop is what scripts do: for each shift and each image PIL's affine transform, torchvision's ToTensor and
-Normalize (of version 1, which is the faster), default collation, and a forward a batch. vitpos is `Subject.sweep`,
-which the translation probe calls: it also keeps seven numbers of each image's logits. Both have the same images in
-memory (made up), model, batches and shifts (crop: black comes in), in float32, and must decide alike. `preprocessing`
-is the same without the model: pixels as it would be given them.
+Normalize (of version 1, which is the faster), default collation, and a forward a batch (`one by one`: an image). vitpos
+is `Subject.sweep`, which the translation probe calls: it also keeps seven numbers of each image's logits. Both have the
+same images in memory (made up), model, batches and shifts (crop: black comes in), in float32, and must decide alike.
+`preprocessing` is the same without the model: pixels as it would be given them.
 
 How the two take turns: benchmarks/rivals.py.
 """
@@ -75,15 +75,15 @@ def contest(title: str) -> tuple[Rivals, Rivals]:
 
     moved = functools.partial(crop_shift, black=subject.black)
 
-    def plain_batches() -> Iterator[tuple[int, torch.Tensor]]:
+    def plain_batches(batch: int = batch) -> Iterator[tuple[int, torch.Tensor]]:
         for s, shift in enumerate(shifts):
             for x in torch.utils.data.DataLoader(Plain(pictures, shift), batch):
                 yield s, x
 
     @torch.inference_mode()
-    def plain() -> np.ndarray:
+    def plain(batch: int = batch) -> np.ndarray:
         found: list[list[torch.Tensor]] = [[] for _ in shifts]
-        for s, x in plain_batches():
+        for s, x in plain_batches(batch):
             found[s].append(model(x).argmax(1))
         return torch.stack([torch.cat(part) for part in found]).numpy()
 
@@ -102,7 +102,11 @@ def contest(title: str) -> tuple[Rivals, Rivals]:
     agreement = (plain() == ours()).mean()
     if agreement < 0.999:
         raise SystemExit(f"the two decide alike on {agreement:.2%} of images and shifts: they do not measure the same")
-    return {"plain": plain, "vitpos": ours}, {"plain": plain_prepared, "vitpos": ours_prepared}
+    one_by_one = functools.partial(plain, 1)
+    return {"plain": plain, "one by one": one_by_one, "vitpos": ours}, {
+        "plain": plain_prepared,
+        "vitpos": ours_prepared,
+    }
 
 
 def main() -> None:

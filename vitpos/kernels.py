@@ -158,7 +158,7 @@ def _turn_gradient(turn: Tensor, pairs: Sequence[tuple[Tensor, Tensor]], layout:
     def products() -> Iterator[Tensor]:
         for y, g in pairs:
             y, g = (_complex(t.to(torch.promote_types(t.dtype, turn.dtype)), layout) for t in (y, g))
-            yield from (a.conj() * b for a, b in (zip(y, g) if len(c) == 1 else [(y, g)]))
+            yield from (a.conj_physical().mul_(b) for a, b in (zip(y, g) if len(c) == 1 else [(y, g)]))
 
     parts = products()
     total = next(parts)
