@@ -100,8 +100,11 @@ def test_scores_on_their_own_scale_hand_worked():
     assert e.method == "t, seeds crossed with images"
     assert hierarchy.difference(TABLE, np.zeros((2, 3))).low == -1  # shares are cut
     alike = hierarchy.paired(np.full((2, 3), 7.0), np.full((2, 3), 7.0), bounded=False)
-    assert alike.variance == 0
+    assert alike.variance == pytest.approx(1e-12)
     assert hierarchy.different(alike) == 1
+    rounding = np.random.default_rng(0).uniform(1e-7, 2e-7, (5, 50))
+    assert hierarchy.different(hierarchy.paired(3 * rounding, rounding, bounded=False)) > 0.05
+    assert hierarchy.different(hierarchy.paired(3e3 * rounding, rounding, bounded=False)) < 1e-4
 
 
 def test_a_difference_of_linearised_ratios_is_the_difference_of_the_ratios():

@@ -25,6 +25,7 @@ from scipy.special import stdtrit
 
 from vitpos.stats import BATCH, LEVEL, RESAMPLES, Estimate
 
+ROUNDING = 1e-6  # of a quantity about as large as 1
 OVER_SEEDS = "seeds and images, for this encoding under this recipe"
 OVER_PAIRED_SEEDS = "seeds and images, paired by both, for these two encodings under this recipe"
 Array = NDArray[np.float64]
@@ -190,16 +191,14 @@ def paired(scores: ArrayLike, baseline: ArrayLike, *, bounded: bool = True) -> C
     """The analysis of scores minus a baseline's, both [..., R, N], in 0..1 if `bounded`, row by row the same seed.
 
     Two encodings that answered alike everywhere are not known to be equal: where nothing varies, one image's worth of
-    disagreement stands for the variance, as Agresti & Min 2005 (Stat. Med. 24) have it for two models. (Of scores on
-    another scale there is no such least one.)
+    disagreement stands for the variance, as Agresti & Min 2005 (Stat. Med. 24) have it for two models. Scores on
+    another scale come from float32: what is as small as its rounding is no difference, however regular.
     """
     table, base = _table(scores, bounded), _table(baseline, bounded)
     if table.shape != base.shape:
         raise ValueError(f"expected scores of the same seeds and images, got shapes {table.shape} and {base.shape}")
     parts = crossed(table - base, bounded=bounded)
-    if not bounded:
-        return parts
-    least = np.where(parts.variance > 0, 0, 1 / (parts.images + 2) ** 2)
+    least = np.where(parts.variance > 0, 0, 1 / (parts.images + 2) ** 2) if bounded else np.float64(ROUNDING**2)
     return replace(parts, image_part=parts.image_part + least)
 
 
