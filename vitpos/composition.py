@@ -78,6 +78,8 @@ class Position(nn.Module):
         if self.fading:
             self.register_buffer("faded", torch.zeros((), dtype=torch.int64))
         chosen = [(t, cls) for t in spec.terms for cls in self._classes(t)]
+        self.sites = {site for _, cls in chosen for site in cls.sites()}
+        self.timms = "native" in spec.names or spec.names == ("ape1d",)  # whose logits come out as they are
         self.shared = nn.ModuleDict({t.name: _build(cls, t, geometry) for t, cls in chosen if not cls.per_layer})
         own = [(t, cls) for t, cls in chosen if cls.per_layer]
         self.memories = [kernels.Memory() for _ in range(geometry.depth + 1)]  # of each layer, then of what all share
@@ -157,8 +159,7 @@ class Position(nn.Module):
         ``depth`` layers (all) in one call."""
         with _full_precision(pos):
             memory = None if self.training else self.memories[-1]
-            timms = "native" in self.spec.names or self.spec.names == ("ape1d",)
-            shared = _signal(Signal(prefix=prefix, plain=timms), self.shared, pos, held or {}, memory).expand()
+            shared = _signal(Signal(prefix=prefix, plain=self.timms), self.shared, pos, held or {}, memory).expand()
             angles = _angles_by_layer(list(self.layers)[:depth], pos)
             return shared.but(angles_by_layer=angles) if angles else shared
 

@@ -99,8 +99,9 @@ class _Split(torch.autograd.Function):
 
 def _rotate(x: Tensor, turn: Tensor, layout: Layout, out: Tensor) -> None:
     """Write x [..., d], rotated by ``turn`` [..., d/2, 2], to ``out`` of x's dtype, which may be x."""
-    if x is out and x.dtype == turn.dtype and layout == "interleaved" and _in_pairs(x):  # the shortest way, most often
-        torch.view_as_complex(x.unflatten(-1, (-1, 2))).mul_(torch.view_as_complex(turn))
+    if layout == "interleaved" and x.dtype == turn.dtype in _COMPLEX and _in_pairs(x) and _in_pairs(out):  # most often
+        kind = _COMPLEX[x.dtype]
+        torch.mul(x.view(kind), torch.view_as_complex(turn), out=out.view(kind))
         return
     kind = torch.promote_types(x.dtype, turn.dtype)
     if kind != x.dtype and len(x) > 1 and x[0].numel() > CACHED:  # image by image: the precise copy stays in the cache
@@ -122,6 +123,9 @@ def _rotate(x: Tensor, turn: Tensor, layout: Layout, out: Tensor) -> None:
     torch.mul(_complex(precise, layout), torch.view_as_complex(turn), out=_complex(target, layout))
     if target is not out:
         out.copy_(target)
+
+
+_COMPLEX = {torch.float32: torch.complex64, torch.float64: torch.complex128}
 
 
 def rotated(x: Tensor, turn: Tensor, layout: Layout, prefix: int) -> Tensor:
@@ -364,14 +368,15 @@ def _windows(strips: Tensor, patches: Tensor, height: int, width: int) -> Iterat
 
 def attends_faster(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> bool:
     """Whether ``attend`` may stand in for the fused kernel, and was measured to be faster."""
-    if not (q.shape == k.shape == v.shape and q.dtype == k.dtype == v.dtype and eager(q, k, v)):
-        return False
-    if bias is not None and not (bias.ndim == 4 and bias.shape[-2:] == (q.shape[-2],) * 2 and eager(bias)):
-        return False
     trains = torch.is_grad_enabled()
     if q.dtype == torch.bfloat16:
-        return q.shape[-2] <= BRIEF[trains] and _bfloat16_in_hardware()
-    return trains and bias is not None and bias.requires_grad and not torch.is_autocast_enabled("cpu")
+        if q.shape[-2] > BRIEF[trains] or not _bfloat16_in_hardware():
+            return False
+    elif not (trains and bias is not None and bias.requires_grad) or torch.is_autocast_enabled("cpu"):
+        return False
+    if not (q.shape == k.shape == v.shape and q.dtype == k.dtype == v.dtype and eager(q, k, v)):
+        return False
+    return bias is None or (bias.ndim == 4 and bias.shape[-2:] == (q.shape[-2],) * 2 and eager(bias))
 
 
 @lru_cache(maxsize=1)

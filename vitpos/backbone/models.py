@@ -119,10 +119,11 @@ class PositionMixin(Described):
         grid = self.patch_embed.dynamic_feat_size((images.shape[-2], images.shape[-1]))
         pos = _positions(x, grid, coords, extent, torch.promote_types(dtype, torch.float32))
         table, rows = self.pos_embed, self.prefix_rows
-        x = self.position("add_tokens", x, pos, {} if table is None else {"pos_embed": table[:, rows:]}, dtype)
+        if "tokens" in self.position.sites:
+            x = self.position("add_tokens", x, pos, {} if table is None else {"pos_embed": table[:, rows:]}, dtype)
         prefix = self.prefix_tokens()
         if prefix:
-            before = torch.cat(prefix, dim=1)
+            before = prefix[0] if len(prefix) == 1 else torch.cat(prefix, dim=1)
             if table is not None and rows:
                 before = before + table[:, :rows]
             x = torch.cat([before.expand(x.shape[0], -1, -1), x], dim=1)
@@ -149,7 +150,7 @@ class PositionMixin(Described):
                 x = checkpoint(block, x, use_reentrant=False, **told)
             else:
                 x = block(x, **told)
-            if layer == 0:
+            if layer == 0 and "mix" in self.position.sites:
                 x = self.position("mix", x, pos, self.num_prefix_tokens)
             if layer in take:
                 taken.append(x)
@@ -285,8 +286,11 @@ def _first_weight(module: nn.Module) -> Tensor | None:
     for weight in (vars(module).get("_former_parameters") or module._parameters).values():
         if weight is not None:
             return weight
-    parts = (part for part in module._modules.values() if part is not None)
-    return next((found for part in parts if (found := _first_weight(part)) is not None), None)
+    for part in module._modules.values():
+        found = None if part is None else _first_weight(part)
+        if found is not None:
+            return found
+    return None
 
 
 def _with_wrapped(names: set[str]) -> set[str]:
