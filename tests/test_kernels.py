@@ -510,3 +510,71 @@ def test_the_output_of_attention_may_be_edited():
     model = tiny("rpb", (3, 5), 0).float()
     model.blocks[0].attn.proj.register_forward_pre_hook(lambda module, given: (given[0].mul_(2),))
     model(images((3, 5)).float()).sum().backward()
+
+
+def recalled(model, grid=(3, 5), dtype=torch.float64):
+    """How often an encoding of the model makes angles or a bias in one evaluation, and the logits."""
+    calls = []
+    encoding = next(iter(model.position.shared.values()))
+    cls, site = type(encoding), "angles" if "angles" in encoding.sites() else "bias"
+    made = getattr(cls, site)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cls, site, lambda self, *given: calls.append(1) or made(self, *given))
+        return len(calls), model(images(grid, dtype=dtype)), len(calls)
+
+
+@pytest.mark.parametrize("pos", ["rope_axial", "alibi2d", "rope_axial + alibi2d"])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_what_follows_from_numbers_is_made_once(pos, mode):
+    model = tiny(pos, prefix=2).eval()
+    plain = copy.deepcopy(model).train()
+    with mode():
+        for grid in ((3, 5), (5, 4), (3, 5)):
+            first, second = recalled(model, grid), recalled(model, grid)
+            assert (first[2], second[2]) == (1, 0)
+            assert torch.equal(first[1], second[1])
+            assert apart(first[1], plain(images(grid))) < 1e-13
+    assert recalled(plain)[2] == recalled(plain)[2] == 1  # in training never
+
+
+@pytest.mark.parametrize("pos", ["rope_axial", "alibi2d"])
+def test_what_was_made_is_dropped_when_a_number_changes(pos):
+    model = tiny(pos).eval()
+    encoding, x = model.position.shared[pos], images((5, 4))
+    before = model(x)
+    vitpos.set_resize(model, "interpolate")
+    after = model(x)
+    assert apart(after, before) > 1e-6
+    assert torch.equal(after, model(x))
+    vitpos.set_resize(model, "extrapolate")
+    assert torch.equal(model(x), before)
+    encoding.extra = torch.zeros(1)  # a tensor is no number: nothing is kept
+    assert recalled(model)[2] == recalled(model)[2] == 1
+
+
+def test_what_was_made_is_dropped_when_it_is_written_to():
+    model = tiny("rope_axial").eval()
+    before = model(images((3, 5)))
+    _, held, _ = model.position.memories[-1]._signal
+    held.rotation.turn.zero_()
+    assert torch.equal(model(images((3, 5))), before)
+    for empty in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), model.train()):
+        assert empty.position.memories[-1]._signal is None
+
+
+def test_what_learns_or_is_too_large_is_not_kept(monkeypatch):
+    assert recalled(tiny("rope_axial").eval())[2] == 1
+    learned = tiny("gated(rope_axial)").eval()
+    assert recalled(learned)[2] == recalled(learned)[2] == 1
+    monkeypatch.setattr(kernels, "REMEMBERED", 10)
+    large = tiny("alibi2d").eval()
+    assert recalled(large)[2] == recalled(large)[2] == 1
+
+
+def test_without_an_encoding_of_attention_blocks_are_told_nothing(monkeypatch):
+    monkeypatch.setattr(vitpos.composition.Position, "shared_signal", None)
+    monkeypatch.setattr(vitpos.composition.Position, "told", None)
+    for pos in ("none", "sincos2d", "cpe"):
+        assert tiny(pos)(images((3, 5))).isfinite().all()
+    with pytest.raises(TypeError):
+        tiny("ape1d")(images((3, 5)))  # told to keep to timm's kernels

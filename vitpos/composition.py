@@ -102,6 +102,11 @@ class Position(nn.Module):
         return self.native if term.name == "native" and self.native else (lookup(term.name),)
 
     @property
+    def silent(self) -> bool:
+        """Whether blocks are told nothing about position, and may attend as they like."""
+        return not (self.timms or self.sites & {"angles", "bias", "scale"})
+
+    @property
     def alike(self) -> bool:
         """Whether all blocks are told the same."""
         return not (len(self.layers) or self.native)
@@ -157,11 +162,17 @@ class Position(nn.Module):
     def shared_signal(self, pos: Positions, prefix: int, held: Held | None = None, depth: int | None = None) -> Signal:
         """The part of the signal that is the same in every layer, expanded once; and what is made for the first
         ``depth`` layers (all) in one call."""
+        memory = None if self.training else self.memories[-1]
+        key = None if memory is None else _constants(self.shared, pos)
+
+        def make() -> Signal:
+            with _full_precision(pos):
+                return _signal(Signal(prefix=prefix, plain=self.timms), self.shared, pos, held or {}, memory).expand()
+
+        shared = make() if key is None else memory.signal((prefix, *key), make)  # type: ignore[union-attr]
         with _full_precision(pos):
-            memory = None if self.training else self.memories[-1]
-            shared = _signal(Signal(prefix=prefix, plain=self.timms), self.shared, pos, held or {}, memory).expand()
             angles = _angles_by_layer(list(self.layers)[:depth], pos)
-            return shared.but(angles_by_layer=angles) if angles else shared
+        return shared.but(angles_by_layer=angles) if angles else shared
 
     def signal(self, layer: int, pos: Positions, shared: Signal, held: Held | None = None) -> Signal:
         """The signal of one block; ``held`` is what this block holds."""
@@ -214,6 +225,23 @@ def _signal(signal: Signal, encodings: nn.Module, pos: Positions, held: Held, me
         if "scale" in encoding.sites():
             told["scale"] = told.get("scale", signal.scale) * encoding.scale(pos)
     return signal.but(**told)
+
+
+def _constants(encodings: nn.Module, pos: Positions) -> list[Any] | None:
+    """All that the data of these encodings follow from on a full grid, where that is no tensor of theirs; else None."""
+    if not (pos.full and pos.cells and len(encodings) and kernels.eager(pos.coords)):  # type: ignore[arg-type]
+        return None
+    found: list[Any] = [pos.extent, pos.coords.dtype]
+    for encoding in _encodings(encodings):
+        for name, value in vars(encoding).items():
+            if isinstance(value, (Mapping, set)):  # parameters, buffers, parts, hooks
+                if value:
+                    return None
+            elif not isinstance(value, (type(None), bool, int, float, str, tuple, Geometry)):
+                return None
+            else:
+                found.append((name, value))
+    return found
 
 
 def _angles_by_layer(layers: Sequence[nn.Module], pos: Positions) -> tuple[AnyAngles, ...]:

@@ -9,7 +9,7 @@ docs/speed.md, by benchmarks/kernels.py. Legend as in ``attention.py``.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -259,20 +259,36 @@ def dense_bias(table: Tensor, beside: Tensor, prefix: int) -> Tensor:
 
 
 class Memory:
-    """The dense biases of one block in its latest evaluation, by the values they were made from.
+    """What one block was told in its latest evaluation, or all blocks alike, by the values it was made from: dense
+    biases, and signals that follow from plain numbers.
 
-    Values are compared, since optimizers change weights without a trace; a bias that somebody wrote to is dropped,
-    unless through ``.data`` or NumPy, which leave no trace either. Copies and pickles begin empty.
+    Values are compared, since optimizers change weights without a trace; what somebody wrote to is dropped, unless
+    through ``.data`` or NumPy, which leave no trace either. Copies and pickles begin empty.
     """
 
     def __init__(self) -> None:
         self._held: dict[int, tuple[Tensor, Tensor, int, Tensor, int]] = {}
+        self._signal: tuple[Any, Any, list[tuple[Tensor, int]]] | None = None
 
     def __reduce__(self) -> Any:
         return Memory, ()
 
     def forget(self) -> None:
         self._held.clear()
+        self._signal = None
+
+    def signal(self, key: Any, make: Callable[[], Any]) -> Any:
+        """What ``make`` returns, an ``attention.Signal``, or returned when the key was the same."""
+        if self._signal is not None:
+            held, found, tensors = self._signal
+            if held == key and all(tensor._version == version for tensor, version in tensors):
+                return found
+        with torch.inference_mode(False), torch.no_grad():  # what is made under inference mode has no version
+            found = make()
+        made = [t for t in (found.bias, getattr(found.rotation, "turn", None)) if t is not None]
+        if sum(tensor.numel() for tensor in made) <= REMEMBERED and not found.contextual:
+            self._signal = key, found, [(tensor, tensor._version) for tensor in made]
+        return found
 
     def dense_bias(self, place: int, table: Tensor, beside: Tensor, prefix: int) -> Tensor:
         """``dense_bias`` of the bias that is the ``place``-th of its block."""

@@ -140,10 +140,11 @@ class PositionMixin(Described):
     ) -> tuple[Tensor, list[Tensor]]:
         """Run the first ``depth`` blocks; also return what comes out of those in ``take``."""
         taken = []
-        shared = self.position("shared_signal", pos, self.num_prefix_tokens, self.own(), depth)
-        told: Any = {}
+        told: Any = {self.signal_argument: None}
+        silent = self.position.silent and attn_mask is None and not is_causal
+        shared = None if silent else self.position("shared_signal", pos, self.num_prefix_tokens, self.own(), depth)
         for layer, block in enumerate(itertools.islice(self.blocks, depth)):
-            if layer == 0 or not self.position.alike:
+            if not silent and (layer == 0 or not self.position.alike):
                 signal = self.position("told", layer, pos, shared, self.own_of(block), attn_mask, is_causal)
                 told = {self.signal_argument: signal}
             if self.grad_checkpointing and torch.is_grad_enabled():
