@@ -141,7 +141,7 @@ def test_nobody_can_spoil_the_cells_of_a_grid():
 def test_blocks_are_told_once_what_is_alike(monkeypatch):
     told, tell = [], Position.told
     monkeypatch.setattr(Position, "told", lambda self, layer, *rest: told.append(layer) or tell(self, layer, *rest))
-    for pos, layers in (("rope_axial", [0]), ("none", [0]), ("rpb", [0, 1, 2]), ("rope_axial + rpb", [0, 1, 2])):
+    for pos, layers in (("rope_axial", [0]), ("none", []), ("rpb", [0, 1, 2]), ("rope_axial + rpb", [0, 1, 2])):
         told.clear()
         tiny(pos, depth=3)(images((3, 5)))
         assert told == layers
