@@ -456,6 +456,18 @@ def test_who_may_come_first(found):
     assert "home" not in dict((title, may) for title, may, _ in compare_tables.leaders(lone))
 
 
+def test_seeds_that_disagree_are_named(found):
+    """A mean that no model is near; shares only, whose points are comparable."""
+    apart, others = copy.deepcopy(found), copy.deepcopy(found)
+    for one in (apart, others):
+        cell(one, "ape1d")["by_seed"] = [0.5, 0.9, 0.701]
+        cell(one, "none")["by_seed"] = [0.5, 0.69, 0.6]
+    assert compare_tables.scattered(found) == []
+    assert compare_tables.scattered(apart) == ["ape1d, home: 50.0, 90.0, 70.1"]
+    others["metrics"][0]["unit"] = "px"
+    assert compare_tables.scattered(others) == []
+
+
 def test_latex_escapes_what_it_would_read(found):
     odd = copy.deepcopy(found)
     odd["rows"][0]["encoding"] = r"a_b(c=10%) & $x^2$ \d"

@@ -211,7 +211,8 @@ class Factorial:
         note = (
             f"Share of decisions that change: {parts}; by moving "
             "the coordinates of the unshifted image alone (coordinates). Interaction: what the two together change of "
-            "the logits beyond each alone, over the spread of the logits."
+            "the logits beyond each alone, over the spread of the logits. A relative encoding has no part of its own "
+            "(encoding is 0): it tells no place, and what the border does through it stands under following."
         )
         found = [table("cells", "Tokens crossed with coordinates", note, heads, rows, brief=True)] if rows else []
         lines = {}

@@ -338,7 +338,10 @@ class Translation:
             found.append(table("phase-parts", "Shifts by whole patches and between", note, heads, parts))
         if fractions:
             heads = {"shift": "", "interpolation": "", "pixels": "", "accuracy": "percent", "vs reference": "percent"}
-            note = "Along the diagonal, on a torus. Bilinear blurs; Fourier is band-limited and rings at the seam."
+            note = (
+                "Along the diagonal; what leaves on one side comes in on the other. Bilinear blurs; Fourier is "
+                "band-limited and rings at the seam."
+            )
             found.append(table("fractions", "Shifts by fractions of a pixel", note, heads, fractions))
         if pairs:
             heads = {"shift": "", "a pair for each": "", "passes": "", "accuracy": "percent", "zhang": "percent"}

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from vitpos.report.grouping import Group
-from vitpos.tables import Table, change, marks, number, span
+from vitpos.tables import Table, change, marks, number, percent, span
 
 Comparison = dict[str, Any]
+SCATTER = 0.2  # of shares of seeds: no model is near their mean
 
 
 def heading(found: Comparison) -> str:
@@ -73,6 +74,18 @@ def leaders(found: Comparison) -> list[tuple[str, str, str]]:
     return said
 
 
+def scattered(found: Comparison) -> list[str]:
+    """Where seeds of one encoding differ by more than `SCATTER`: the encoding, the column, each seed's value."""
+    said = []
+    for row in found["rows"]:
+        for metric in found["metrics"]:
+            cell = row["cells"].get(metric["key"])
+            if cell and unit_of(metric) == "percent" and max(cell["by_seed"]) - min(cell["by_seed"]) > SCATTER:
+                values = ", ".join(percent(value) for value in cell["by_seed"])
+                said.append(f"{row['encoding']}, {metric['title']}: {values}")
+    return said
+
+
 def rank_text(rank: dict[str, Any] | None) -> str:
     """Empty where it could be any."""
     if rank is None or (rank["low"], rank["high"]) == (1, rank["of"]):
@@ -113,8 +126,8 @@ def explained(found: Comparison) -> list[str]:
         text.append(
             f"Δ: difference to {found['baseline']} in points{'' if shares else ' or that unit'}, paired by seed and "
             "image, with its interval. * p ≤ 0.05, ** 0.01, *** 0.001, after Holm's correction for the "
-            f"{found['tests']} differences of this table; intervals are for each alone, and may reach beyond what "
-            "is possible (t knows no bounds). Differences to another encoding: the same command with "
+            f"{found['tests']} differences of this table; intervals are for each alone, those of shares cut off at "
+            "±100 points. Differences to another encoding: the same command with "
             "compare.baseline=NAME."
         )
         if found["margin"]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import jinja2
 
-from vitpos.report.compare_tables import covers, explained, heading, leaders, rank_text, sign, unit_of
+from vitpos.report.compare_tables import covers, explained, heading, leaders, rank_text, scattered, sign, unit_of
 from vitpos.report.figures import drawings, styles
 from vitpos.report.files import SCHEMA
 from vitpos.report.grouping import Group, Run, compared_with, difference, groups, over_seeds, sizes_of
@@ -51,6 +51,7 @@ def to_html(results: dict[str, Any]) -> str:
                 "title": heading(one),
                 "about": about(found[one["group"]]),
                 "leaders": leaders(one),
+                "scattered": scattered(one),
                 "seeds": min(len(row["seeds"]) for row in one["rows"]),
                 **one,
                 "policies": policies(found[one["group"]]),
