@@ -457,7 +457,7 @@ def test_who_may_come_first(found):
 
 
 def test_seeds_that_disagree_are_named(found):
-    """A mean that no model is near; shares only, whose points are comparable."""
+    """Of shares only, whose points are comparable."""
     apart, others = copy.deepcopy(found), copy.deepcopy(found)
     for one in (apart, others):
         cell(one, "ape1d")["by_seed"] = [0.5, 0.9, 0.701]

@@ -9,7 +9,7 @@ from vitpos.report.grouping import Group
 from vitpos.tables import Table, change, marks, number, percent, span
 
 Comparison = dict[str, Any]
-SCATTER = 0.2  # of shares of seeds: no model is near their mean
+SCATTER = 0.2  # of shares of seeds: their mean says little of any one model
 
 
 def heading(found: Comparison) -> str:
