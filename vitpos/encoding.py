@@ -11,7 +11,8 @@ or a token count. It overrides one or more sites,
 
 and ``attention.py`` applies what it returns. A site that is not overridden costs nothing. Values may be
 structured (``SeparableAngles``, ``OffsetTable``, ``Contextual``), so that nothing of size N x N exists before it
-is needed.
+is needed. What a site returns follows from the positions and the encoding's own attributes alone: with none of them a
+tensor, a model in evaluation keeps it for the next forward.
 
 Legend: B batch, N patches, H rows, W columns, D width of the model, h heads, d width of a head.
 Sign of an offset, everywhere: query minus key.
