@@ -131,3 +131,14 @@ def test_models_that_hold_an_encoding_of_their_own():
     assert pages.draw_model(model) is not None
     model = vitpos.create_model("vit_relpos_small_patch16_224", pos="native", img_size=32, depth=1)
     assert pages.draw_model(model) is not None
+
+
+@pytest.mark.parametrize(
+    "name", ["vit_small_patch16_rope_224", "vit_small_patch16_rope_mixed_224", "eva02_tiny_patch14_224"]
+)
+def test_rotary_tables_of_timms_own_are_drawn(name):
+    model = vitpos.create_model(name, img_size=4 * 14 if "14" in name else 64, depth=2)
+    figure = pages.draw_model(model)
+    cosine = figure.axes[1].images[0].get_array()
+    assert cosine.std() > 0.01
+    assert abs(cosine).max() <= 1 + 1e-6

@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 import vitpos
-from vitpos import kernels
+from vitpos import kernels, positions
 from vitpos.attention import expand_bias
 from vitpos.encoding import OffsetTable
 
@@ -578,3 +578,76 @@ def test_without_an_encoding_of_attention_blocks_are_told_nothing(monkeypatch):
         assert tiny(pos)(images((3, 5))).isfinite().all()
     with pytest.raises(TypeError):
         tiny("ape1d")(images((3, 5)))  # told to keep to timm's kernels
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs"),
+    [
+        ("vit_small_patch16_rope_mixed_224", {}),
+        (
+            "beit_base_patch16_224",
+            {"use_shared_rel_pos_bias": True, "use_rel_pos_bias": False, "use_abs_pos_emb": False},
+        ),
+        ("vit_srelpos_small_patch16_224", {}),
+    ],
+)
+def test_what_timms_model_holds_is_never_kept(name, kwargs):
+    """Its weights are arguments of the encoding, no attributes."""
+    torch.manual_seed(0)
+    model = timm.create_model(name, img_size=32, embed_dim=48, num_heads=4, depth=2, num_classes=5, **kwargs)
+    vitpos.attach(model, "native").eval()
+    x = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        model(x)
+    other = {key: value + 0.3 * torch.randn_like(value) for key, value in model.state_dict().items()}
+    model.load_state_dict(other)
+    fresh = copy.deepcopy(model)
+    assert torch.equal(model(x), fresh(x))
+    model(x).square().sum().backward()
+    own = [
+        n for n, p in model.named_parameters() if any(word in n for word in ("rope", "rel_pos")) and "blocks" not in n
+    ]
+    assert own
+    assert all(model.get_parameter(n).grad is not None for n in own)
+
+
+class Zooming(vitpos.encodings.rope_mixed.RopeMixed):
+    """Derived from a class whose layers differ in frequencies alone: its own differ in more."""
+
+    def placed(self, pos):
+        return super().placed(pos) * (1 + self.geometry.layer)
+
+
+class Drifting(vitpos.encodings.alibi2d.Alibi2d):
+    """Derived from a class whose data may be kept; its own may not."""
+
+    slope = 1.0
+
+    def at(self, offset, extent):
+        return super().at(offset, extent) * self.slope
+
+
+def test_promises_are_not_inherited(monkeypatch):
+    model = tiny("rope_mixed", depth=3).eval()
+    for layer in model.position.layers:
+        layer["rope_mixed"].__class__ = Zooming
+    x, cells = images((4, 5)), positions.grid(4, 5, dtype=torch.float64).coords
+    assert apart(model(x), model(x, coords=cells)) < 1e-13  # which every layer answers by itself
+    model = tiny("alibi2d").eval()
+    before = model(x)
+    model.position.shared["alibi2d"].__class__ = Drifting
+    assert apart(model(x), before) < 1e-13
+    monkeypatch.setattr(Drifting, "slope", 3.0)
+    assert apart(model(x), before) > 1e-6
+
+
+@pytest.mark.parametrize("change", ["free_prefix", "missing"])
+def test_a_layer_that_is_not_like_the_others(change):
+    model = tiny("rope_mixed", prefix=1, depth=3).eval()
+    layer = model.position.layers[1]
+    if change == "missing":
+        del layer["rope_mixed"]
+    else:
+        layer["rope_mixed"].free_prefix = True
+    x, cells = images((4, 5)), positions.grid(4, 5, dtype=torch.float64).coords
+    assert apart(model(x), model(x, coords=cells)) < 1e-13

@@ -227,31 +227,51 @@ def _signal(signal: Signal, encodings: nn.Module, pos: Positions, held: Held, me
     return signal.but(**told)
 
 
+def _states(encoding: Encoding, promise: str) -> bool:
+    """Whether the class makes a promise itself: what derives from it may break it."""
+    return bool(vars(type(encoding)).get(promise))
+
+
+def _numbers(encoding: Encoding) -> list[Any] | None:
+    """The class and all plain attributes of an encoding but its own place; None if there are others."""
+    found: list[Any] = [type(encoding)]
+    for name, value in vars(encoding).items():
+        if name == "geometry":
+            found.append(replace(value, layer=0))
+        elif isinstance(value, (type(None), bool, int, float, str)):
+            found.append((name, value))
+        elif not isinstance(value, (Mapping, set)):  # in which modules keep parameters, buffers, parts, hooks
+            return None
+    return found
+
+
 def _constants(encodings: nn.Module, pos: Positions) -> list[Any] | None:
-    """All that the data of these encodings follow from on a full grid, where that is no tensor of theirs; else None."""
+    """All that the data of these encodings follow from on a full grid, if that is plain numbers alone; else None."""
     if not (pos.full and pos.cells and len(encodings) and kernels.eager(pos.coords)):  # type: ignore[arg-type]
         return None
     found: list[Any] = [pos.extent, pos.coords.dtype]
     for encoding in _encodings(encodings):
-        for name, value in vars(encoding).items():
-            if isinstance(value, (Mapping, set)):  # parameters, buffers, parts, hooks
-                if value:
-                    return None
-            elif not isinstance(value, (type(None), bool, int, float, str, tuple, Geometry)):
-                return None
-            else:
-                found.append((name, value))
+        numbers = _numbers(encoding) if _states(encoding, "constant") else None
+        if numbers is None or encoding._parameters or encoding._buffers or encoding._modules:  # such as a gate
+            return None
+        found.append(numbers)
     return found
 
 
 def _angles_by_layer(layers: Sequence[nn.Module], pos: Positions) -> tuple[AnyAngles, ...]:
     """The angles of each layer, made in one call where only frequencies tell the layers' encodings apart; else none."""
-    first = next((e for e in _encodings(layers[0]) if isinstance(e, LinearRotary)), None) if len(layers) else None
-    if first is None or not pos.full or type(first).basis is not LinearRotary.basis:
+    encodings: list[Any] = [
+        next((e for e in _encodings(layer) if isinstance(e, LinearRotary)), None) for layer in layers
+    ]
+    if not pos.full or not encodings or not all(e is not None and _states(e, "by_frequencies") for e in encodings):
         return ()
-    encodings: list[Any] = [layer[first.name] for layer in layers]  # type: ignore[index]
+    first, numbers = encodings[0], _numbers(encodings[0])
+    if numbers is None or any(_numbers(encoding) != numbers for encoding in encodings[1:]):
+        return ()
+    if any(encoding.gate is not None for encoding in encodings):
+        return ()
     frequencies = [encoding.frequencies(pos) for encoding in encodings]
-    if not kernels.eager(*frequencies) or any((e.gate, e.resize) != (None, first.resize) for e in encodings):
+    if not kernels.eager(*frequencies):
         return ()
     phases = first.phases_by_axis(pos, torch.stack(frequencies))  # [layers, h, H | W, d/2]
     units = [kernels.unit(phase).unbind() for phase in phases]

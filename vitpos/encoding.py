@@ -11,8 +11,7 @@ or a token count. It overrides one or more sites,
 
 and ``attention.py`` applies what it returns. A site that is not overridden costs nothing. Values may be
 structured (``SeparableAngles``, ``OffsetTable``, ``Contextual``), so that nothing of size N x N exists before it
-is needed. What a site returns follows from the positions and the encoding's own attributes alone: with none of them a
-tensor, a model in evaluation keeps it for the next forward.
+is needed.
 
 Legend: B batch, N patches, H rows, W columns, D width of the model, h heads, d width of a head.
 Sign of an offset, everywhere: query minus key.
@@ -151,6 +150,9 @@ class Encoding(nn.Module):
     suite confirms each law that is declared and sees each one fail that is not.
     ``per_layer`` says that every block has its own instance; otherwise one serves all, computed once a forward.
     ``version`` goes up when the same spec and weights would give other numbers.
+    ``constant`` promises that what an encoding without weights returns follows from its plain attributes and the
+    positions alone, so that evaluation may keep it; ``by_frequencies`` that a rotary encoding's layers differ in
+    ``frequencies`` alone, so that all are made in one call. Neither is inherited.
     ``zeros`` names parameters that, all at 0, make the encoding change nothing while they still learn.
     """
 
@@ -163,6 +165,8 @@ class Encoding(nn.Module):
     version: ClassVar[int] = 1
     model_parameter: ClassVar[str | None] = None  # what timm's own model holds of it, passed to its sites
     zeros: ClassVar[tuple[str, ...]] = ()
+    constant: ClassVar[bool] = False
+    by_frequencies: ClassVar[bool] = False
 
     def __init__(self, geometry: Geometry, *, resize: str | None = None) -> None:
         super().__init__()

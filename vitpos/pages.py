@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from vitpos.composition import Held, Position, held_by, why_not
-from vitpos.encoding import LAWS, Contextual, Encoding, Geometry, Rotations, law_state
+from vitpos.encoding import LAWS, Contextual, Encoding, Geometry, Rotations, Turns, law_state
 from vitpos.positions import Extent, Positions, grid
 from vitpos.spec import REGISTRY, Spec, list_encodings, options, parse
 
@@ -253,7 +253,11 @@ def _of_angles(encoding: Any, pos: Positions, centre: int, *held: Any) -> list[P
         alike = relative.diagonal(dim1=-2, dim2=-1).mean(dim=(-2, -1))
         entries = [(f"matrix entry (0, {c}), block 0", angles.matrix[0, 0, :, 0, 0, c]) for c in (0, 1)]
         return [*entries, ("q = k: logit against the centre", alike)]
-    phase = angles.phase[0, 0]  # [N, d/2]
+    if isinstance(angles, Turns):
+        cos, sin = (table[-1] if angles.by_layer else table for table in (angles.cos, angles.sin))
+        phase = torch.atan2(sin, cos)[0, 0]
+    else:
+        phase = angles.phase[0, 0]  # [N, d/2]
     chosen = [k * phase.shape[1] // 4 for k in range(4)]
     alike = (phase - phase[centre]).cos().mean(-1)
     return [(f"cos, pair {c}", phase[:, c].cos()) for c in chosen] + [("q = k: logit against the centre", alike)]

@@ -28,6 +28,7 @@ class Alibi(OffsetBias):
     summary = "logits fall linearly with the distance along the flattened grid, one slope a head"
     paper = "Press et al. 2022, Train Short, Test Long, arXiv:2108.12409, section 3"
     laws = frozenset({"offset"})
+    constant = True
 
     def __init__(self, geometry: Geometry) -> None:
         super().__init__(geometry, resize="extrapolate")

@@ -41,6 +41,7 @@ class Alibi2d(OffsetBias):
     summary = "logits fall linearly with the Euclidean distance between query and key, one slope a head"
     paper = "Fuller et al. 2023 (CROMA), arXiv:2311.00566, section 3; slopes: Press et al. 2022, arXiv:2108.12409"
     laws = frozenset({"offset", "transpose"})
+    constant = True
     variants = {"wrap=True": frozenset({"offset", "circular", "transpose"})}
 
     def __init__(

@@ -31,6 +31,7 @@ class Rope1d(LinearRotary):
     summary = "q and k rotate by the flattened index"
     paper = "Su et al. 2021, RoFormer, arXiv:2104.09864, eq. 14-15"
     laws = frozenset({"offset" + NO_PREFIX})
+    constant = True
     variants = {"free_prefix=True": frozenset({"offset"})}
     pairs_multiple = 2
 

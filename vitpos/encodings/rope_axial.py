@@ -39,6 +39,7 @@ class RopeAxial(PatchRotary):
     )
     paper = "Heo et al. 2024, Rotary Position Embedding for Vision Transformer, arXiv:2403.13298, eq. 6-7"
     laws = frozenset({"offset" + NO_PREFIX})
+    constant = True
     variants = {
         "free_prefix=True": frozenset({"offset"}),
         "wrap=True": frozenset({"offset" + NO_PREFIX, "circular" + NO_PREFIX}),

@@ -34,6 +34,7 @@ class RopeDinov3(LinearRotary):
     summary = "q and k rotate, half of the channel pairs by the row, half by the column, relative to the image's size"
     paper = "Siméoni et al. 2025, DINOv3, arXiv:2508.10104; the code's layers/rope_position_encoding.py"
     laws = frozenset({"offset" + NO_PREFIX})
+    constant = True
     variants = {
         "free_prefix=True": frozenset({"offset"}),
         "normalize='min'": frozenset({"offset" + NO_PREFIX}),

@@ -44,6 +44,7 @@ class RopeMixed(PatchRotary):
         "wrap=True, free_prefix=True": frozenset({"offset", "circular"}),
     }
     per_layer = True
+    by_frequencies = True
     zeros = ("weight",)
 
     def __init__(

@@ -126,9 +126,8 @@ def explained(found: Comparison) -> list[str]:
         text.append(
             f"Δ: difference to {found['baseline']} in points{'' if shares else ' or that unit'}, paired by seed and "
             "image, with its interval. * p ≤ 0.05, ** 0.01, *** 0.001, after Holm's correction for the "
-            f"{found['tests']} differences of this table; intervals are for each alone, those of shares cut off at "
-            "±100 points. Differences to another encoding: the same command with "
-            "compare.baseline=NAME."
+            f"{found['tests']} differences of this table; intervals are for each alone. Differences to another "
+            "encoding: the same command with compare.baseline=NAME."
         )
         if found["margin"]:
             alone = "" if shares else "; of shares alone, since the margin is one"
