@@ -489,3 +489,7 @@ def test_page_has_the_comparison_first_and_no_request(results, found, monkeypatc
     assert "rank 1/3" in shown
     assert "What another recipe would do" in shown
     assert "Look at Δ" not in report.to_html({**results, "comparison": []})
+    assert "Seeds that differ" not in text
+    apart = copy.deepcopy(found)
+    cell(apart, "ape1d")["by_seed"] = [0.5, 0.9, 0.701]
+    assert "ape1d, home: 50.0, 90.0, 70.1" in report.to_html({**results, "comparison": [apart]})
