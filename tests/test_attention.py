@@ -14,6 +14,13 @@ from vitpos.encoding import Angles, Contextual, OffsetTable, PairBias, Rotations
 from vitpos.positions import Positions
 from vitpos.spec import REGISTRY
 
+COMBINED_SLOPES = [
+    "lookhere + rpb",
+    "alibi2d + lookhere",
+    "lookhere + irpe + logn",
+    "rope_axial(free_prefix=True) + lookhere",
+]
+
 
 def by_hand(model, x, grid, mistake=None):
     """Tokens after all blocks and the final norm: no batching over tokens, no structured signal, no padding."""
@@ -37,7 +44,8 @@ def by_hand(model, x, grid, mistake=None):
         for layer, block in enumerate(model.blocks):
             own = model.position.layers[layer].values() if len(model.position.layers) else ()
             active = [*shared, *own]
-            tokens = tokens + attention_by_hand(block.attn, block.norm1(tokens), cells, grid, prefix, active, mistake)
+            normed = block.norm1(tokens)
+            tokens = tokens + attention_by_hand(block.attn, normed, cells, grid, prefix, active, layer, mistake)
             tokens = tokens + block.mlp(block.norm2(tokens))
             for encoding in active:
                 if "mix" in encoding.sites() and layer == 0:
@@ -47,7 +55,7 @@ def by_hand(model, x, grid, mistake=None):
     return torch.stack(out)
 
 
-def attention_by_hand(attn, tokens, cells, grid, prefix, encodings, mistake):
+def attention_by_hand(attn, tokens, cells, grid, prefix, encodings, layer, mistake):
     width, count = attn.head_dim, len(tokens)
     rotary = [e for e in encodings if "angles" in e.sites()]
     angles = [[e.angles(Positions(cell.view(1, 1, 2), grid)) for cell in cells] for e in rotary]
@@ -55,7 +63,11 @@ def attention_by_hand(attn, tokens, cells, grid, prefix, encodings, mistake):
     for a in range(count - prefix):
         for b in range(count - prefix):
             where = Positions(torch.stack([cells[a], cells[b]])[None], grid)
-            pairs[a, b] = [e.bias(where) for e in encodings if "bias" in e.sites()]
+            pairs[a, b] = [
+                (e.bias(where), 1.0 if mistake == "slope" or not e.slopes() else e.slopes()[layer])
+                for e in encodings
+                if "bias" in e.sites()
+            ]
     scale = math.prod(e.scale(positions.grid(*grid)) for e in encodings if "scale" in e.sites()) / math.sqrt(width)
     heads = []
     for h in range(attn.num_heads):
@@ -73,8 +85,9 @@ def attention_by_hand(attn, tokens, cells, grid, prefix, encodings, mistake):
                 outside = a < prefix or b < prefix
                 plain = outside and any(signals[0].free_prefix for signals in angles)
                 logits[a, b] = scale * (q[a] @ k[b] if plain else turned_q[a] @ turned_k[b])
-                for bias in pairs[max(a - prefix, 0), max(b - prefix, 0)]:
-                    logits[a, b] += pair_bias(bias, h, a < prefix, b < prefix, scale * q[a], scale * k[b], mistake)
+                for bias, slope in pairs[max(a - prefix, 0), max(b - prefix, 0)]:
+                    of_pair = pair_bias(bias, h, a < prefix, b < prefix, scale * q[a], scale * k[b], mistake)
+                    logits[a, b] += slope * of_pair
         heads.append(logits.softmax(-1) @ v)
     return attn.proj(attn.norm(torch.cat(heads, dim=-1)))
 
@@ -113,7 +126,7 @@ def pair_bias(bias, h, query_is_prefix, key_is_prefix, q, k, mistake):
 
 @pytest.mark.parametrize("prefix", PREFIXES)
 @pytest.mark.parametrize("grid", GRIDS)
-@pytest.mark.parametrize("name", [*SPECS, "rope_axial + ape1d", "rope_mixed + rpb + ape2d"])
+@pytest.mark.parametrize("name", [*SPECS, "rope_axial + ape1d", "rope_mixed + rpb + ape2d", *COMBINED_SLOPES])
 def test_model_equals_attention_by_hand(name, grid, prefix):
     model = tiny(name, grid, prefix, heads=2, dim=24)
     x = images(grid)
@@ -121,12 +134,21 @@ def test_model_equals_attention_by_hand(name, grid, prefix):
         assert relative_change(model.forward_features(x), by_hand(model, x, grid)) < 1e-12
 
 
-@pytest.mark.parametrize("name", ["rope_axial", "rope_mixed", "rpb"])
-def test_by_hand_sees_a_wrong_sign(name):
+@pytest.mark.parametrize(
+    ("name", "mistake"),
+    [
+        ("rope_axial", "sign"),
+        ("rope_mixed", "sign"),
+        ("rpb", "sign"),
+        ("lookhere", "slope"),
+        ("rpb + lookhere", "slope"),
+    ],
+)
+def test_by_hand_sees_a_mistake(name, mistake):
     model = tiny(name, (3, 5), 1, heads=2, dim=24)
     x = images((3, 5))
     with torch.no_grad():
-        assert relative_change(model.forward_features(x), by_hand(model, x, (3, 5), mistake="sign")) > 1e-4
+        assert relative_change(model.forward_features(x), by_hand(model, x, (3, 5), mistake=mistake)) > 1e-4
 
 
 @pytest.mark.parametrize("options", [{"qk_norm": True}, {"no_embed_class": True}, {"qkv_bias": False}])

@@ -33,9 +33,11 @@ def build(spec, training=(3, 5), heads=HEADS, layer=0, depth=1):
 
 
 def dense(encoding, on, prefix=0):
-    """The bias of all token pairs [h, T, T] on a full grid."""
+    """The bias of all token pairs [h, T, T] on a full grid, in the encoding's layer."""
+    slopes = encoding.slopes()
     with torch.no_grad():
-        return expand_bias(encoding.bias(grid(*on, dtype=torch.float64)), prefix)[0]
+        bias = expand_bias(encoding.bias(grid(*on, dtype=torch.float64)), prefix)[0]
+        return bias * slopes[encoding.geometry.layer] if slopes else bias
 
 
 def looped(formula, on, heads=HEADS):

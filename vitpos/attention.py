@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -74,12 +74,21 @@ class BlockRotation:
 
 
 @dataclass(frozen=True)
+class Graded:
+    """A bias that all layers share and each multiplies by its own of ``slopes``; expanded, [1 | B, 1 | h, T, T]."""
+
+    bias: Bias | Tensor
+    slopes: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class Signal:
     """What one block's attention is told about position: an argument of the block, stored on no module.
 
     ``angles`` and ``biases`` are what encodings returned, for patches only. ``expand`` turns them into
     ``rotation``, ``bias`` [1 | B, 1 | h, T, T] over all tokens and ``contextual``. Doing so early shares the work
     between layers; doing so inside a block keeps what it is given small (gradient checkpointing stores that).
+    ``slope`` multiplies ``bias``, and ``graded`` holds what each layer adds to it times a number of its own.
     ``scale`` multiplies the logits of q and k. ``mask`` is the caller's own attention mask: boolean (True: may
     attend) or added to the logits; ``causal``: no token sees those after it. ``memory``: where dense biases may be kept
     from one forward to the next. ``plain``: without kernels of our own, so that timm's values come out bit for bit.
@@ -88,10 +97,12 @@ class Signal:
 
     prefix: int = 0
     angles: AnyAngles | None = None
-    biases: tuple[Bias, ...] = ()
+    biases: tuple[Bias | Graded, ...] = ()
     contextual: tuple[Contextual, ...] = ()
     rotation: PairRotation | BlockRotation | None = None
     bias: Tensor | None = None
+    slope: float = 1.0
+    graded: tuple[Graded, ...] = ()
     scale: float | Tensor = 1.0
     mask: Tensor | None = None
     causal: bool = False
@@ -100,13 +111,18 @@ class Signal:
     angles_by_layer: tuple[AnyAngles, ...] = ()
 
     def of_layer(self, layer: int) -> Signal:
-        """What one layer is told, where angles or tables for all were made at once."""
-        rotation = self.rotation
+        """What one layer is told, where angles, tables or a bias for all were made at once."""
+        rotation, changes = self.rotation, dict[str, Any]()
         if self.angles_by_layer:
-            return self.but(angles=self.angles_by_layer[layer], angles_by_layer=())
-        if not (isinstance(rotation, PairRotation) and rotation.by_layer):
-            return self
-        return self.but(rotation=replace(rotation, turn=rotation.turn[layer], by_layer=False))
+            changes = {"angles": self.angles_by_layer[layer], "angles_by_layer": ()}
+        elif isinstance(rotation, PairRotation) and rotation.by_layer:
+            changes = {"rotation": replace(rotation, turn=rotation.turn[layer], by_layer=False)}
+        if self.graded:
+            bias, slope = self.bias, self.slope
+            for graded in self.graded:
+                bias, slope = _sum(bias, slope, cast(Tensor, graded.bias), graded.slopes[layer])
+            changes.update(bias=bias, slope=slope, graded=())
+        return self.but(**changes) if changes else self
 
     def but(self, **changes: Any) -> Signal:
         """The same signal with other values in some fields, as ``dataclasses.replace`` makes it, in a tenth of its
@@ -119,16 +135,23 @@ class Signal:
         """The same signal with ``angles`` and ``biases`` turned into what attention applies."""
         if self.angles is None and not self.biases:
             return self
-        rotation, bias, contextual = self.rotation, self.bias, self.contextual
+        rotation, bias, slope = self.rotation, self.bias, self.slope
+        contextual, graded = self.contextual, self.graded
         if self.angles is not None:
             rotation = expand_angles(self.angles, self.prefix)
         for place, given in enumerate(self.biases):
             if isinstance(given, Contextual):
                 contextual = (*contextual, given)
+                continue
+            inner: Any = given.bias if isinstance(given, Graded) else given
+            dense = expand_bias(inner, self.prefix, self.memory, place, self.plain)
+            if isinstance(given, Graded):
+                graded = (*graded, replace(given, bias=dense))
             else:
-                dense = expand_bias(given, self.prefix, self.memory, place, self.plain)
-                bias = dense if bias is None else bias + dense
-        return self.but(angles=None, biases=(), contextual=contextual, rotation=rotation, bias=bias)
+                bias, slope = _sum(bias, slope, dense)
+        return self.but(
+            angles=None, biases=(), contextual=contextual, rotation=rotation, bias=bias, slope=slope, graded=graded
+        )
 
     @property
     def empty(self) -> bool:
@@ -136,6 +159,13 @@ class Signal:
         parts = (self.angles, self.rotation, self.bias, self.mask)
         nothing = all(part is None for part in parts) and len(self.biases) + len(self.contextual) == 0
         return nothing and not (self.causal or self.plain) and not isinstance(self.scale, Tensor) and self.scale == 1.0
+
+
+def _sum(bias: Tensor | None, slope: float, more: Tensor, its: float = 1.0) -> tuple[Tensor, float]:
+    """The bias and slope of ``slope * bias + its * more``, multiplied out only where it must be."""
+    if bias is None:
+        return more, its
+    return kernels.sloped(bias, slope) + kernels.sloped(more, its), 1.0
 
 
 def expand_angles(angles: AnyAngles, prefix: int) -> PairRotation | BlockRotation:
@@ -211,8 +241,7 @@ def contextual_bias(bias: Contextual, prefix: int, q: Tensor, k: Tensor) -> Tens
 
 
 def with_mask(bias: Tensor | None, mask: Tensor | None, is_causal: bool, q: Tensor) -> Tensor | None:
-    """Position bias, caller's mask and causality as one tensor [1 | B, 1 | h, T, T] of q's dtype, or None."""
-    bias = None if bias is None else bias.to(q.dtype)
+    """Position bias, caller's mask and causality as one tensor [1 | B, 1 | h, T, T], or None."""
     if is_causal:
         causal = q.new_ones(q.shape[-2], q.shape[-2], dtype=torch.bool).tril()
         if mask is None:
@@ -223,7 +252,7 @@ def with_mask(bias: Tensor | None, mask: Tensor | None, is_causal: bool, q: Tens
         return bias
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -torch.inf)
-    return mask.to(q.dtype) if bias is None else bias + mask.to(q.dtype)
+    return mask.to(q.dtype) if bias is None else bias.to(q.dtype) + mask.to(q.dtype)
 
 
 def as_signal(given: Signal | Tensor | None, causal: bool = False) -> Signal:
@@ -250,18 +279,20 @@ class PositionedAttention:
         signal = as_signal(signal).expand()
         if isinstance(signal.scale, Tensor) or signal.scale != 1.0:
             q = q * signal.scale
-        bias = signal.bias
+        rotation, prefix = signal.rotation, signal.prefix
+        apart = rotation is not None and not rotated and rotation.free_prefix and prefix
+        plain = signal.plain or signal.mask is not None or signal.causal  # a query may be left without a key
+        bias, slope = signal.bias, signal.slope
+        if bias is not None and (signal.contextual or signal.mask is not None or signal.causal or apart):
+            bias, slope = kernels.sloped(bias, slope).to(q.dtype), 1.0
         for contextual in signal.contextual:
             scaled = contextual_bias(contextual, signal.prefix, q * self.scale, k * (self.scale * signal.scale))
             bias = scaled if bias is None else bias + scaled
         bias = with_mask(bias, signal.mask, signal.causal, q)
-        plain = signal.plain or signal.mask is not None or signal.causal  # a query may be left without a key
-
-        rotation, prefix = signal.rotation, signal.prefix
         if rotation is None or rotated:
-            x = self._attend(q, k, v, bias, plain)
-        elif not (rotation.free_prefix and prefix):
-            x = self._attend(rotation(q).to(v.dtype), rotation(k).to(v.dtype), v, bias, plain)
+            x = self._attend(q, k, v, bias, plain, slope)
+        elif not apart:
+            x = self._attend(rotation(q).to(v.dtype), rotation(k).to(v.dtype), v, bias, plain, slope)
         else:
             # Patches see each other rotated, and prefix keys (zero here) through logits supplied as a bias.
             to_prefix = self.scale * q[:, :, prefix:] @ k[:, :, :prefix].mT  # [B, h, N, P]
@@ -276,15 +307,20 @@ class PositionedAttention:
             x = x.clone(memory_format=torch.contiguous_format)
         return x.reshape(batch, tokens, heads * width)
 
-    def _attend(self: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, plain: bool = False) -> Tensor:
+    def _attend(
+        self: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, plain: bool = False, slope: float = 1.0
+    ) -> Tensor:
         """Softmax attention [B, h, queries, d] by the fused kernel or written out, as timm's switch says."""
         if self.fused_attn:
             dropout = self.attn_drop.p if self.training else 0.0
             if not (dropout or plain) and kernels.attends_faster(q, k, v, bias):
-                return kernels.attend(q, k, v, bias, q.shape[-1] ** -0.5)
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout)
+                return kernels.attend(q, k, v, bias, q.shape[-1] ** -0.5, slope)
+            if not dropout and bias is not None and kernels.remakes(q, k, v, bias, slope):
+                return kernels.attend_fused(q, k, v, bias, slope)
+            mask = None if bias is None else kernels.sloped(bias, slope).to(q.dtype)
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
         logits = (q * self.scale) @ k.transpose(-2, -1)
-        logits = logits if bias is None else logits + bias
+        logits = logits if bias is None else logits + kernels.sloped(bias, slope).to(q.dtype)
         return self.attn_drop(logits.softmax(dim=-1)) @ v
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from vitpos import easing, kernels
-from vitpos.attention import Signal, exact
+from vitpos.attention import Graded, Signal, exact
 from vitpos.encoding import AnyAngles, Encoding, Geometry, LinearRotary, SeparableAngles
 from vitpos.positions import Positions
 from vitpos.spec import Spec, Term, lookup
@@ -82,6 +82,11 @@ class Position(nn.Module):
         self.timms = "native" in spec.names or spec.names == ("ape1d",)  # whose logits come out as they are
         self.shared = nn.ModuleDict({t.name: _build(cls, t, geometry) for t, cls in chosen if not cls.per_layer})
         own = [(t, cls) for t, cls in chosen if cls.per_layer]
+        for _, cls in own:
+            if cls.slopes is not Encoding.slopes:
+                raise TypeError(f"{cls.name} has slopes of layers, for which one encoding must serve all (per_layer)")
+        graded = any(cls.slopes is not Encoding.slopes for _, cls in chosen)
+        self.alike = not (own or self.native or graded)  # whether all blocks are told the same
         self.memories = [kernels.Memory() for _ in range(geometry.depth + 1)]  # of each layer, then of what all share
         self.layers = nn.ModuleList(
             nn.ModuleDict({t.name: _build(cls, t, replace(geometry, layer=layer)) for t, cls in own})
@@ -105,11 +110,6 @@ class Position(nn.Module):
     def silent(self) -> bool:
         """Whether blocks are told nothing about position, and may attend as they like."""
         return not (self.timms or self.sites & {"angles", "bias", "scale"})
-
-    @property
-    def alike(self) -> bool:
-        """Whether all blocks are told the same."""
-        return not (len(self.layers) or self.native)
 
     def encodings(self) -> Iterator[Encoding]:
         """All encodings: the shared ones, then layer by layer."""
@@ -221,7 +221,8 @@ def _signal(signal: Signal, encodings: nn.Module, pos: Positions, held: Held, me
             told["angles"] = _gated(encoding, encoding.angles(pos, *held_by(encoding, held)))
         if "bias" in encoding.sites():
             bias = _gated(encoding, encoding.bias(pos, *held_by(encoding, held)))
-            told["biases"] = (*told.get("biases", signal.biases), bias)
+            slopes = encoding.slopes()
+            told["biases"] = (*told.get("biases", signal.biases), Graded(bias, slopes) if slopes else bias)
         if "scale" in encoding.sites():
             told["scale"] = told.get("scale", signal.scale) * encoding.scale(pos)
     return signal.but(**told)

@@ -30,7 +30,7 @@ Sources = Sequence[Any]  # the encodings of one block that become one
 
 @dataclass(frozen=True)
 class Conversion:
-    """What becomes of the encodings of one block: options and weights (by name) of the new one.
+    """What becomes of the encodings of one block: options and weights (by name, for a layer) of the new one.
 
     ``contains`` says of an encoding whether it can be converted, ``known`` in words which can. ``basis`` gives an
     orthogonal matrix [h, d, d] that goes into the weights of q and k, or None.
@@ -39,7 +39,7 @@ class Conversion:
     known: str
     contains: Callable[[Encoding], bool]
     options: Callable[[Sources], dict[str, Any]]
-    weights: Callable[[Sources], dict[str, Tensor]]
+    weights: Callable[[Sources, int], dict[str, Tensor]]
     basis: Callable[[Sources], Tensor | None]
 
 
@@ -76,7 +76,7 @@ def convert(model: nn.Module, target: str) -> nn.Module:
             fresh: Any = changed.layers[layer][target]  # type: ignore[index]
             if fresh.default_resize == source[0].default_resize:
                 fresh.resize = source[0].resize  # which may have been switched
-            for name, value in conversion.weights(source).items():
+            for name, value in conversion.weights(source, layer).items():
                 own = getattr(fresh, name)
                 if own is not None:  # weights of prefix tokens, which the model may not have
                     own.copy_(value)
@@ -127,7 +127,7 @@ def _mixed_options(sources: Sources) -> dict[str, Any]:
     return {"resize": rotary.default_resize, "free_prefix": rotary.free_prefix, "wrap": wrap}
 
 
-def _mixed_weights(sources: Sources) -> dict[str, Tensor]:
+def _mixed_weights(sources: Sources, layer: int) -> dict[str, Tensor]:
     (rotary,) = sources
     frequencies = rotary.frequencies(_training_grid(rotary))
     if rotary.gate is not None:
@@ -141,16 +141,17 @@ def _table_options(sources: Sources) -> dict[str, Any]:
     return {"prefix": any(bias.prefix_bias() is not None for bias in sources)}
 
 
-def _table_weights(sources: Sources) -> dict[str, Tensor]:
+def _table_weights(sources: Sources, layer: int) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = {}
     for bias in sources:
         given: OffsetTable = bias.bias(_training_grid(bias))
         given = given if bias.gate is None else easing.gated(given, bias.gate)
         if not given.values.isfinite().all():
             raise ValueError(f"{bias.name} masks pairs with an infinite bias, which a learned table cannot hold")
-        weights["table"] = weights.get("table", 0) + given.values.cpu()
+        slope = (bias.slopes() or [1.0] * (layer + 1))[layer]
+        weights["table"] = weights.get("table", 0) + slope * given.values.cpu()
         if given.prefix is not None:
-            weights["prefix"] = weights.get("prefix", 0) + given.prefix.cpu()
+            weights["prefix"] = weights.get("prefix", 0) + slope * given.prefix.cpu()
     return weights
 
 

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from vitpos.encoding import Layout
@@ -400,33 +401,55 @@ def _bfloat16_in_hardware() -> bool:
     return torch.cpu._is_avx512_bf16_supported()
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> Tensor:
-    """softmax(scale q k^T + bias) v, [B, h, T, d], with a gradient for ``bias`` [1 | B, 1 | h, T, T] too.
+def sloped(bias: Tensor, slope: float) -> Tensor:
+    """``slope * bias``."""
+    return bias if slope == 1.0 else bias * slope
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, slope: float = 1.0) -> Tensor:
+    """softmax(scale q k^T + slope bias) v, [B, h, T, d], with a gradient for ``bias`` [1 | B, 1 | h, T, T] too.
 
     Written out piece by piece, where the fused kernel refuses a bias that learns. Logits and softmax are in float32 or
     better; the softmax is kept, in q's dtype, for the gradient: [B, h, T, T]. At least one key must be allowed to each
     query.
     """
-    return _Attend.apply(q, k, v, bias, scale).transpose(1, 2)
+    return _Attend.apply(q, k, v, bias, scale, slope).transpose(1, 2)
 
 
-def explicit(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+def explicit(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, slope: float = 1.0) -> Tensor:
     """The plain path of ``attend``."""
-    return _soft(q, k, bias, scale) @ v
+    return _soft(q, k, bias, scale, slope) @ v
 
 
-def _soft(q: Tensor, k: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+def _soft(q: Tensor, k: Tensor, bias: Tensor | None, scale: float, slope: float) -> Tensor:
     logits = (q * scale) @ k.mT
-    return (logits if bias is None else logits + bias).softmax(dim=-1)
+    return (logits if bias is None else logits + sloped(bias, slope).to(q.dtype)).softmax(dim=-1)
+
+
+def _plain_gradients(
+    saved: tuple[Tensor, Tensor, Tensor, Tensor | None], scale: float, slope: float, grad: Tensor, learns: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Of q, k, v and the bias in ``saved``, to be differentiated or batched."""
+    q, k, v, bias = saved
+    soft = _soft(q, k, bias, scale, slope)
+    change = grad @ v.mT
+    change = soft * (change - (change * soft).sum(-1, keepdim=True))
+    of_bias = None
+    if learns and bias is not None:
+        of_bias = sloped(change, slope)
+        for dim in (0, 1):
+            of_bias = of_bias.sum(dim, keepdim=True) if bias.shape[dim] == 1 else of_bias
+        of_bias = of_bias.to(bias.dtype)
+    return change @ k * scale, change.mT @ q * scale, soft.mT @ grad, of_bias
 
 
 class _Attend(torch.autograd.Function):
     """Returns [B, T, h, d]."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, slope: float) -> Tensor:
         batch, heads, tokens, width = q.shape
-        ctx.scale, learns = scale, any(ctx.needs_input_grad)
+        ctx.scale, ctx.slope, learns = scale, slope, any(ctx.needs_input_grad)
         soft = q.new_empty(batch, heads, tokens, tokens) if learns else None
         out = q.new_empty(batch, tokens, heads, width)
         kind = torch.promote_types(q.dtype, torch.float32)
@@ -438,7 +461,7 @@ class _Attend(torch.autograd.Function):
                 if bias is not None:
                     shape = *q[some].shape[:3], tokens
                     base = _part(bias, some).to(kind).expand(shape).flatten(0, 1)
-                beta = 0 if bias is None else 1
+                beta = 0 if bias is None else slope
                 torch.baddbmm(base, queries.to(kind), keys.to(kind).mT, beta=beta, alpha=scale, out=logits)
                 here = soft[some].flatten(0, 1) if soft is not None and kind == q.dtype else logits
                 torch.softmax(logits, dim=-1, out=here)
@@ -453,42 +476,76 @@ class _Attend(torch.autograd.Function):
         q, k, v, bias, soft = ctx.saved_tensors
         needs, grad = ctx.needs_input_grad[:4], grad.transpose(1, 2)
         if torch.is_grad_enabled() or not eager(grad):  # the gradient is itself to be differentiated, or batched
-            soft = _soft(q, k, bias, ctx.scale)
-            change = grad @ v.mT
-            change = soft * (change - (change * soft).sum(-1, keepdim=True))
-            of_bias = change
-            for dim in (0, 1) if needs[3] else ():
-                of_bias = of_bias.sum(dim, keepdim=True) if bias.shape[dim] == 1 else of_bias
-            of_q, of_k = change @ k * ctx.scale, change.mT @ q * ctx.scale
-            return of_q, of_k, soft.mT @ grad, of_bias if needs[3] else None, None
-        batch, heads, tokens, width = q.shape
-        of_q, of_k, of_v = (q.new_empty(batch, tokens, heads, width).transpose(1, 2) for _ in range(3))
+            return *_plain_gradients((q, k, v, bias), ctx.scale, ctx.slope, grad, needs[3]), None, None
+        of_q, of_k, of_v = (q.new_empty(q.shape) for _ in range(3))
         of_bias = None
         if needs[3]:
             kind = torch.promote_types(bias.dtype, torch.float32)
-            of_bias = torch.empty_like(bias, dtype=kind) if batch else torch.zeros_like(bias, dtype=kind)
+            of_bias = torch.empty_like(bias, dtype=kind) if len(q) else torch.zeros_like(bias, dtype=kind)
         with torch.autocast("cpu", enabled=False):
-            for pairs, rows, (of_soft, of_logits) in _pieces(q, q.dtype, scratch=2):
+            for pairs, rows, (of_soft, room) in _pieces(q, q.dtype, scratch=2):
                 some = (*pairs, rows)
                 queries, here, of_out = (t[some].flatten(0, 1) for t in (q, soft, grad))
                 keys, values = k[pairs].flatten(0, 1), v[pairs].flatten(0, 1)
                 torch.bmm(of_out, values.mT, out=of_soft)
+                part = None if of_bias is None else _part(of_bias, some)
+                first = bias is not None and all(s > 1 or pair.start == 0 for s, pair in zip(bias.shape, pairs))
+                in_place = first and part is not None and (part.shape, part.dtype) == (soft[some].shape, q.dtype)
+                of_logits = room if part is None or not in_place else part.flatten(0, 1)
                 torch._softmax_backward_data(of_soft, here, -1, here.dtype, grad_input=of_logits)
-                of_q[some] = torch.bmm(of_logits, keys).mul_(ctx.scale).view_as(q[some])
-                _add(of_v[pairs], torch.bmm(here.mT, of_out).view_as(v[pairs]), first=rows.start == 0)
-                _add(of_k[pairs], torch.bmm(of_logits.mT, queries).mul_(ctx.scale).view_as(k[pairs]), rows.start == 0)
-                if of_bias is not None:
-                    part = _part(of_bias, some)
-                    first = (bias.shape[0] > 1 or pairs[0].start == 0) and (bias.shape[1] > 1 or pairs[1].start == 0)
-                    _add(part, of_logits.view_as(soft[some]).sum_to_size(part.shape), first)
-        return of_q, of_k, of_v, None if of_bias is None else of_bias.to(bias.dtype), None
+                if part is not None and not in_place:
+                    summed = of_logits.view_as(soft[some]).sum_to_size(part.shape)
+                    part.copy_(summed) if first else part.add_(summed)
+                _product(of_q[some], of_logits, keys, ctx.scale)
+                _product(of_k[pairs], of_logits.mT, queries, ctx.scale, more=rows.start > 0)
+                _product(of_v[pairs], here.mT, of_out, more=rows.start > 0)
+        of_bias = None if of_bias is None else sloped(of_bias, ctx.slope).to(bias.dtype)
+        return of_q, of_k, of_v, of_bias, None, None
 
 
-def _add(to: Tensor, part: Tensor, first: bool) -> None:
-    if first:
-        to.copy_(part)
-    else:
-        to.add_(part)
+def remakes(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, slope: float) -> bool:
+    """Whether ``attend_fused`` may stand in for the fused kernel, and spares memory."""
+    if not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
+        return False
+    if bias.requires_grad or (slope == 1.0 and bias.dtype == q.dtype) or not eager(q, k, v, bias):
+        return False
+    like = q.new_empty(()).expand(bias.shape)
+    return bool(len(q)) and torch._fused_sdp_choice(q, k, v, like) == SDPBackend.FLASH_ATTENTION.value
+
+
+def attend_fused(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, slope: float = 1.0) -> Tensor:
+    """softmax(q k^T / sqrt(d) + slope bias) v, [B, h, T, d], by the fused kernel, for a ``bias`` that does not learn.
+
+    What the kernel adds is made again for the gradient: layers that share a bias hold it once.
+    """
+    return _Fused.apply(q, k, v, bias, slope)
+
+
+class _Fused(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, slope: float) -> Tensor:
+        ctx.slope = slope
+        mask = sloped(bias, slope).to(q.dtype)
+        out, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=mask)
+        ctx.save_for_backward(q, k, v, bias, out, logsumexp)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        q, k, v, bias, out, logsumexp = ctx.saved_tensors
+        if torch.is_grad_enabled() or not eager(grad):  # the gradient is itself to be differentiated, or batched
+            return *_plain_gradients((q, k, v, bias), q.shape[-1] ** -0.5, ctx.slope, grad, False), None
+        mask = sloped(bias, ctx.slope).to(q.dtype)
+        gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, logsumexp, 0.0, False, attn_mask=mask
+        )
+        return *gradients, None, None
+
+
+def _product(to: Tensor, left: Tensor, right: Tensor, scale: float = 1.0, more: bool = False) -> None:
+    """Write ``scale * left @ right`` to a contiguous ``to``, or add it with ``more``."""
+    to = to.flatten(0, 1)
+    torch.baddbmm(to, left, right, beta=int(more), alpha=scale, out=to)
 
 
 def _pieces(q: Tensor, kind: torch.dtype, scratch: int) -> Iterator[tuple[tuple[slice, slice], slice, list[Tensor]]]:

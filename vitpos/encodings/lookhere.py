@@ -35,12 +35,15 @@ class LookHere(OffsetBias):
     -inf. ``resize``: distances run on (as published), or are scaled into the training grid. With ``wrap`` offsets
     are the shorter way around the sides of the grid.
 
-    Of three heads with kind=90 the first looks up and left, the second up and right, the third is free. In the
-    only layer (s_l = 1.5) the key at distance 5, four up and three to the left, is seen by the first and third:
+    All layers share one bias, which each multiplies by its s_l (``slopes``). Of three heads with kind=90 the first
+    looks up and left, the second up and right, the third is free. The key at distance 5, four up and three to the
+    left, is seen by the first and third:
 
-    >>> encoding = LookHere(Geometry(dim=12, heads=3, head_dim=4, depth=1, grid=(8, 8)))
+    >>> encoding = LookHere(Geometry(dim=12, heads=3, head_dim=4, depth=3, grid=(8, 8)))
     >>> encoding.at(torch.tensor([4.0, 3.0]), (8, 8)).tolist()
-    [-7.5, -inf, -3.75]
+    [-5.0, -inf, -2.5]
+    >>> encoding.slopes()
+    (1.5, 1.0, 0.5)
     """
 
     summary = "each head sees one direction only, its logits falling with the distance"
@@ -51,7 +54,7 @@ class LookHere(OffsetBias):
         "kind=45": frozenset({"offset"}),
         "wrap=True": frozenset({"offset", "circular"}),
     }
-    per_layer = True
+    constant = True
 
     def __init__(
         self,
@@ -65,27 +68,30 @@ class LookHere(OffsetBias):
         super().__init__(geometry, resize=resize, wrap=wrap)
         require_at_least("global_slope", global_slope, 0, self.name)
         self.global_slope = global_slope
-        directed = min(2 * geometry.heads // 3, geometry.heads - 1)
-        free = geometry.heads - directed
-        self.slopes = [1.0] * directed + [FREE_SLOPES[head % 4] for head in range(free)]
-        first = [FIRST_RAY[kind][head % 8] for head in range(directed)]
-        self.edges = [(RAYS[ray], RAYS[(ray + kind // 45) % 8]) for ray in first]  # right and left edge of each view
+        self.kind = kind
+        self.directed = min(2 * geometry.heads // 3, geometry.heads - 1)  # so many of the heads
 
     @classmethod
     def beginning(cls, given: Mapping[str, Any]) -> Literal["gate", "zeros", "nothing"]:
         raise ValueError(f"{cls.name} hides keys outside of each head's field of view, which no gate takes back")
 
     def at(self, offset: Tensor, extent: Extent) -> Tensor:
-        geometry, shape = self.geometry, (-1, *[1] * (offset.ndim - 1))
+        shape = (-1, *[1] * (offset.ndim - 1))
         offset = self.placed_offset(offset, extent)
         distance = torch.linalg.vector_norm(offset, dim=-1)
-        layer = 1.5 - geometry.layer / max(geometry.depth - 1, 1)
-        slope = self.global_slope * layer * offset.new_tensor(self.slopes)
-        bias = -slope.view(shape) * distance  # [h, ...]
+        free = range(self.geometry.heads - self.directed)
+        slope = offset.new_tensor([1.0] * self.directed + [FREE_SLOPES[head % 4] for head in free])
+        bias = -self.global_slope * slope.view(shape) * distance  # [h, ...]
 
         up, right = offset[..., 0], -offset[..., 1]  # where the key is, seen from the query
-        edges = offset.new_tensor(self.edges).view(-1, 2, 2)
+        first = [FIRST_RAY[self.kind][head % 8] for head in range(self.directed)]
+        rays = [(RAYS[ray], RAYS[(ray + self.kind // 45) % 8]) for ray in first]  # right and left edge of each view
+        edges = offset.new_tensor(rays).view(-1, 2, 2)
         (from_x, from_y), (to_x, to_y) = ([c.view(shape) for c in edge.unbind(-1)] for edge in edges.unbind(1))
         seen = (from_x * up - from_y * right >= -ON_THE_EDGE) & (right * to_y - up * to_x >= -ON_THE_EDGE)
         directed = bias[: len(edges)].masked_fill(~seen, -torch.inf)
         return torch.cat([directed, bias[len(edges) :]])
+
+    def slopes(self) -> tuple[float, ...]:
+        depth = self.geometry.depth
+        return tuple(1.5 - layer / max(depth - 1, 1) for layer in range(depth))
