@@ -294,19 +294,25 @@ def fuse(model, fused):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("spec", [*BIASED, "rope_axial + rpb", "rope_mixed(free_prefix=True) + cpb"])
 def test_everything_meets_in_one_dtype(spec, device, monkeypatch):
-    """Kernels err, or are silently wrong, where the bias has another dtype than q, k and v: in a model of any dtype and
-    under autocast they share it, a caller's mask included."""
+    """Fused kernels err, or are silently wrong, where the bias has another dtype than q, k and v: in a model of any
+    dtype and under autocast they share it, a caller's mask included. Ours adds a bias in float32 or better."""
     met = []
 
-    def spy_on(kernel):
+    def spy_on(kernel, exact):
         def spy(q, k, v, attn_mask=None, *rest, **kwargs):
-            met.append({t.dtype for t in (q, k, v, attn_mask) if t is not None and t.dtype != torch.bool})
+            kinds = {t.dtype for t in (q, k, v, attn_mask) if t is not None and t.dtype != torch.bool}
+            if exact and attn_mask is not None:
+                kinds.discard(torch.promote_types(q.dtype, torch.float32))
+            met.append(kinds or {q.dtype})
             return kernel(q, k, v, attn_mask, *rest, **kwargs)
 
         return spy
 
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy_on(scaled_dot_product_attention))
-    monkeypatch.setattr(kernels, "attend", spy_on(kernels.attend))
+    monkeypatch.setattr(
+        torch.nn.functional, "scaled_dot_product_attention", spy_on(scaled_dot_product_attention, exact=False)
+    )
+    for name in ("attend", "attend_fused"):
+        monkeypatch.setattr(kernels, name, spy_on(getattr(kernels, name), exact=True))
     model = fuse(tiny(spec, (3, 5), 1, randomize=False), True).to(device)
     mask = torch.zeros(25, 25, device=device)
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):

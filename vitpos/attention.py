@@ -88,7 +88,8 @@ class Signal:
     ``angles`` and ``biases`` are what encodings returned, for patches only. ``expand`` turns them into
     ``rotation``, ``bias`` [1 | B, 1 | h, T, T] over all tokens and ``contextual``. Doing so early shares the work
     between layers; doing so inside a block keeps what it is given small (gradient checkpointing stores that).
-    ``slope`` multiplies ``bias``, and ``graded`` holds what each layer adds to it times a number of its own.
+    ``graded`` holds biases that a ``layer`` multiplies by a number of its own, and ``slope`` what ``bias`` is to be
+    multiplied by.
     ``scale`` multiplies the logits of q and k. ``mask`` is the caller's own attention mask: boolean (True: may
     attend) or added to the logits; ``causal``: no token sees those after it. ``memory``: where dense biases may be kept
     from one forward to the next. ``plain``: without kernels of our own, so that timm's values come out bit for bit.
@@ -103,6 +104,7 @@ class Signal:
     bias: Tensor | None = None
     slope: float = 1.0
     graded: tuple[Graded, ...] = ()
+    layer: int | None = None
     scale: float | Tensor = 1.0
     mask: Tensor | None = None
     causal: bool = False
@@ -114,14 +116,11 @@ class Signal:
         """What one layer is told, where angles, tables or a bias for all were made at once."""
         rotation, changes = self.rotation, dict[str, Any]()
         if self.angles_by_layer:
-            changes = {"angles": self.angles_by_layer[layer], "angles_by_layer": ()}
+            changes["angles"], changes["angles_by_layer"] = self.angles_by_layer[layer], ()
         elif isinstance(rotation, PairRotation) and rotation.by_layer:
-            changes = {"rotation": replace(rotation, turn=rotation.turn[layer], by_layer=False)}
+            changes["rotation"] = replace(rotation, turn=rotation.turn[layer], by_layer=False)
         if self.graded:
-            bias, slope = self.bias, self.slope
-            for graded in self.graded:
-                bias, slope = _sum(bias, slope, cast(Tensor, graded.bias), graded.slopes[layer])
-            changes.update(bias=bias, slope=slope, graded=())
+            changes["layer"] = layer
         return self.but(**changes) if changes else self
 
     def but(self, **changes: Any) -> Signal:
@@ -133,7 +132,7 @@ class Signal:
 
     def expand(self) -> Signal:
         """The same signal with ``angles`` and ``biases`` turned into what attention applies."""
-        if self.angles is None and not self.biases:
+        if self.angles is None and not self.biases and (self.layer is None or not self.graded):
             return self
         rotation, bias, slope = self.rotation, self.bias, self.slope
         contextual, graded = self.contextual, self.graded
@@ -149,15 +148,27 @@ class Signal:
                 graded = (*graded, replace(given, bias=dense))
             else:
                 bias, slope = _sum(bias, slope, dense)
+        if self.layer is not None:
+            for given in graded:
+                bias, slope = _sum(bias, slope, cast(Tensor, given.bias), given.slopes[self.layer])
+            graded = ()
         return self.but(
             angles=None, biases=(), contextual=contextual, rotation=rotation, bias=bias, slope=slope, graded=graded
+        )
+
+    @property
+    def small(self) -> bool:
+        """Whether what is still to be expanded takes little memory."""
+        of_tables = (given.bias if isinstance(given, Graded) else given for given in self.biases)
+        return isinstance(self.angles, (type(None), SeparableAngles)) and all(
+            isinstance(bias, OffsetTable) for bias in of_tables
         )
 
     @property
     def empty(self) -> bool:
         """Whether there is nothing to tell."""
         parts = (self.angles, self.rotation, self.bias, self.mask)
-        nothing = all(part is None for part in parts) and len(self.biases) + len(self.contextual) == 0
+        nothing = all(part is None for part in parts) and not (self.biases or self.contextual or self.graded)
         return nothing and not (self.causal or self.plain) and not isinstance(self.scale, Tensor) and self.scale == 1.0
 
 

@@ -140,13 +140,12 @@ class PositionMixin(Described):
     ) -> tuple[Tensor, list[Tensor]]:
         """Run the first ``depth`` blocks; also return what comes out of those in ``take``."""
         taken = []
-        told: Any = {self.signal_argument: None}
         silent = self.position.silent and attn_mask is None and not is_causal
-        shared = None if silent else self.position("shared_signal", pos, self.num_prefix_tokens, self.own(), depth)
+        if not silent:
+            held = [self.own_of(block) for block in itertools.islice(self.blocks, depth)]
+            signals = self.position("tell", pos, self.num_prefix_tokens, self.own(), held, attn_mask, is_causal)
         for layer, block in enumerate(itertools.islice(self.blocks, depth)):
-            if not silent and (layer == 0 or not self.position.alike):
-                signal = self.position("told", layer, pos, shared, self.own_of(block), attn_mask, is_causal)
-                told = {self.signal_argument: signal}
+            told: Any = {self.signal_argument: None if silent else signals[layer]}
             if self.grad_checkpointing and torch.is_grad_enabled():
                 x = checkpoint(block, x, use_reentrant=False, **told)
             else:
