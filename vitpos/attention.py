@@ -208,12 +208,9 @@ def expand_bias(
     if isinstance(bias, OffsetTable):
         heads, rows, columns = bias.values.shape
         if not plain and kernels.eager(bias.values):
-            beside = bias.values.new_zeros(heads, 3) if bias.prefix is None else bias.prefix.to(bias.values.dtype)
-            heads = max(heads, len(beside))
-            table, beside = bias.values.expand(heads, -1, -1), beside.expand(heads, -1)
             if memory is not None:
-                return memory.dense_bias(place, table, beside, prefix)
-            return kernels.dense_bias(table, beside, prefix)
+                return memory.dense_bias(place, bias.values, bias.prefix, prefix)
+            return kernels.dense_bias(bias.values, bias.prefix, prefix)
         index, flat = kernels.offsets((rows + 1) // 2, (columns + 1) // 2, bias.values.device), bias.values.flatten(1)
         if torch.compiler.is_compiling():  # the faster of the two in generated code, and only there
             dense = flat[:, index].unsqueeze(0)

@@ -246,12 +246,16 @@ class _Turns(torch.autograd.Function):
         return phase.sum(2), phase.sum(1), None, None
 
 
-def dense_bias(table: Tensor, beside: Tensor, prefix: int) -> Tensor:
-    """The bias [1, h, T, T] of an offset table [h, 2H-1, 2W-1]; see ``OffsetTable``.
+def dense_bias(table: Tensor, beside: Tensor | None, prefix: int) -> Tensor:
+    """The bias [1, h, T, T] of an offset table [1 | h, 2H-1, 2W-1]; see ``OffsetTable``.
 
-    ``beside`` [h, 3]: the bias of a prefix query to a patch, of a patch to a prefix key, of two prefix tokens.
+    ``beside`` [1 | h, 3]: the bias of a prefix query to a patch, of a patch to a prefix key, of two prefix tokens; None
+    for 0.
     """
-    heads, height, width = table.shape[0], (table.shape[1] + 1) // 2, (table.shape[2] + 1) // 2
+    beside = table.new_zeros(len(table), 3) if beside is None else beside.to(table.dtype)
+    heads = max(len(table), len(beside))
+    table, beside = table.expand(heads, -1, -1), beside.expand(heads, -1)
+    height, width = ((side + 1) // 2 for side in table.shape[1:])
     if height * width > BY_INDEX:
         return _Dense.apply(table, beside, prefix)
     tokens = prefix + height * width
@@ -268,7 +272,7 @@ class Memory:
     """
 
     def __init__(self) -> None:
-        self._held: dict[int, tuple[Tensor, Tensor, int, Tensor, int]] = {}
+        self._held: dict[int, tuple[Tensor, Tensor | None, int, Tensor, int]] = {}
         self._signal: tuple[Any, Any, list[tuple[Tensor, int]]] | None = None
 
     def __reduce__(self) -> Any:
@@ -292,7 +296,7 @@ class Memory:
             self._signal = key, found, [(tensor, tensor._version) for tensor in made]
         return found
 
-    def dense_bias(self, place: int, table: Tensor, beside: Tensor, prefix: int) -> Tensor:
+    def dense_bias(self, place: int, table: Tensor, beside: Tensor | None, prefix: int) -> Tensor:
         """``dense_bias`` of the bias that is the ``place``-th of its block."""
         if torch.is_grad_enabled():
             return dense_bias(table, beside, prefix)
@@ -303,13 +307,16 @@ class Memory:
             if same and dense._version == version:
                 return dense
         with torch.inference_mode(False), torch.no_grad():  # what is made under inference mode has no version
-            dense = dense_bias(table.clone(), beside.clone(), prefix)
+            table, beside = table.clone(), None if beside is None else beside.clone()
+            dense = dense_bias(table, beside, prefix)
             if dense.numel() <= REMEMBERED:
-                self._held[place] = (table.clone(), beside.clone(), prefix, dense, dense._version)
+                self._held[place] = (table, beside, prefix, dense, dense._version)
         return dense
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
+def _same(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
     return a.dtype == b.dtype and torch.equal(a, b)
 
 
