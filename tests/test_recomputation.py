@@ -1,12 +1,17 @@
 """Gradient checkpointing with a caller's mask: every block is run twice, and nothing that is computed changes."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from common import images, tiny
 from test_models import build
 from test_models import images as images_of
+from torch.utils.checkpoint import CheckpointError
+from torch.utils.flop_counter import FlopCounterMode
 
 import vitpos
+from vitpos import kernels
 
 DEPTH = 2
 GRIDS = [(4, 6), (6, 4)]
@@ -90,3 +95,31 @@ def test_timms_own_forgets_to_with_a_mask(mask):
     runs = counted(plain)
     plain(images_of("vit_tiny_patch16_224", (4, 6)), **masks(torch.float32)[mask]).sum().backward()
     assert runs == [2 if mask == "none" else 1] * DEPTH
+
+
+@pytest.mark.parametrize("spec", ["rope_axial", "rpb", "lookhere"])
+@pytest.mark.parametrize("first", [True, False])
+def test_modes_may_differ_between_forward_and_backward(spec, first, monkeypatch):
+    """Counting what one of the two costs disturbs neither: a block run again keeps the same tensors."""
+    model = tiny(spec, (3, 5), 1).float().train()
+    for block in model.blocks:
+        block.attn.fused_attn = True
+    x = images((3, 5)).float()
+
+    def gradients():
+        model.zero_grad()
+        counting, quiet = FlopCounterMode(display=False), nullcontext()
+        with counting if first else quiet:
+            out = model(x).sum()
+        with quiet if first else counting:
+            out.backward()
+        assert counting.get_total_flops() > 0
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    expected = gradients()
+    model.set_grad_checkpointing(True)
+    for a, b in zip(gradients(), expected, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+    monkeypatch.setattr(kernels, "settled", lambda block: block)
+    with pytest.raises(CheckpointError):
+        gradients()

@@ -147,7 +147,7 @@ class PositionMixin(Described):
         for layer, block in enumerate(itertools.islice(self.blocks, depth)):
             told: Any = {self.signal_argument: None if silent else signals[layer]}
             if self.grad_checkpointing and torch.is_grad_enabled():
-                x = checkpoint(block, x, use_reentrant=False, **told)
+                x = checkpoint(kernels.settled(block), x, use_reentrant=False, **told)
             else:
                 x = block(x, **told)
             if layer == 0 and "mix" in self.position.sites:
