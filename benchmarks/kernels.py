@@ -226,20 +226,21 @@ def whole(table: Table, title: str, side: int, batch: int, sizes: dict[str, Any]
     table.race(training, {n: lambda m=m: train(m) for n, m in found.items()})
 
 
-def compiled(table: Table) -> None:
-    """Inference under torch.compile, next to the eager floor."""
-    if not table.wants("compiled"):
-        return
-    found = models(14, SMALL, ["none", "rope_axial", "rope_mixed", "rpb", *THEIRS])
+def as_graphs(table: Table) -> None:
+    """Inference of what torch.compile and torch.export make of models, next to the eager floor."""
     x = torch.randn(2, 3, 224, 224)
-    rivals: Rivals = {}
-    for name, model in found.items():
-        model.eval()
-        if name == "timm none":
-            rivals["timm none, eager"] = lambda m=model: m.forward_features(x)
-        compiled_one = torch.compile(model.forward_features)
-        rivals[name] = lambda run=compiled_one: run(x)
-    table.race("compiled, inference, S, N=197, B=2, float32", without_gradients(rivals))
+    makers: dict[str, Callable[[Any], Any]] = {
+        "compiled": torch.compile,
+        "exported": lambda model: torch.export.export(model, (x,)).module(),
+    }
+    for kind, make in makers.items():
+        title = f"{kind}, inference, S, N=197, B=2, float32"
+        if not table.wants(title):
+            continue
+        found = models(14, SMALL, ["none", "rope_axial", "rope_mixed", "rpb", *THEIRS])
+        rivals: Rivals = {"timm none, eager": found["timm none"].eval()}
+        rivals |= {name: make(model.eval()) for name, model in found.items()}
+        table.race(title, without_gradients({name: lambda run=run: run(x) for name, run in rivals.items()}))
 
 
 PEAK = """
@@ -305,7 +306,7 @@ def main() -> None:
     table.rounds = min(table.rounds, 10)
     rest = [name for name in vitpos.list_encodings() if name not in (*main_ones, "native")]
     whole(table, "S, every other encoding, N=197, B=2", 14, 2, SMALL, "float32", ["none", *rest])
-    compiled(table)
+    as_graphs(table)
     memory(table)
 
 
