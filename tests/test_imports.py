@@ -45,6 +45,7 @@ ORDER = [
 ]
 WITHIN = {  # likewise, inside a package
     "backbone": ["parts", "native", "models", "resizing", "preserving", "loading", "attaching", "table"],
+    "kernels": ["when", "rotating", "dense", "memory", "attending"],
     "data": ["dataset", "batches", "splits", "files", "workers", "decoded", "digits", "cifar", "folder", "webdataset"],
     "report": ["files", "grouping", "views", "words", "compare_tables", "text", "console", "figures", "page"],
 }

@@ -134,7 +134,7 @@ def plain_bias(table, beside, prefix):
 @pytest.mark.parametrize("by_index", [0, 512])
 @pytest.mark.parametrize(("grid", "prefix"), [*zip(GRIDS, (0, 1, 5)), ((1, 1), 1), ((1, 6), 0)])
 def test_dense_bias(grid, prefix, by_index, monkeypatch):
-    monkeypatch.setattr(kernels, "BY_INDEX", by_index)
+    monkeypatch.setattr(kernels.dense, "BY_INDEX", by_index)
     table = torch.randn(3, 2 * grid[0] - 1, 2 * grid[1] - 1, requires_grad=True)
     beside = torch.randn(3, 3, requires_grad=True)
     if prefix:
@@ -146,7 +146,7 @@ def test_dense_bias(grid, prefix, by_index, monkeypatch):
 
 
 def test_gradients_of_gradients_of_a_dense_bias(monkeypatch):
-    monkeypatch.setattr(kernels, "BY_INDEX", 0)
+    monkeypatch.setattr(kernels.dense, "BY_INDEX", 0)
     table, beside = (torch.randn(2, *shape, dtype=torch.float64, requires_grad=True) for shape in ((3, 5), (3,)))
     assert torch.autograd.gradcheck(lambda t, b: kernels.dense_bias(t, b, 1), (table, beside))
     assert torch.autograd.gradgradcheck(lambda t, b: kernels.dense_bias(t, b, 1), (table, beside))
@@ -160,7 +160,7 @@ def test_an_expanded_bias_takes_the_kernel_and_equals_the_compiled_path(grid, pr
         with monkeypatch.context() as patch:
             patch.setattr(kernels, "dense_bias", lambda *given: "the kernel")
             assert expand_bias(given, prefix) == "the kernel"
-            patch.setattr(kernels, "eager", lambda *tensors: False)
+            patch.setattr(kernels.when, "_undisturbed", lambda: False)
             plain = expand_bias(given, prefix)
         assert torch.equal(plain, expand_bias(given, prefix))
         assert torch.equal(plain, plain_bias(table, beside.expand(2, 3), prefix))
@@ -171,7 +171,7 @@ def test_an_expanded_bias_takes_the_kernel_and_equals_the_compiled_path(grid, pr
 @pytest.mark.parametrize("shape", [(1, 3), (1, 1), (4, 3), (4, 1)])
 @pytest.mark.parametrize("tokens", [2, 13, 82])
 def test_attend(tokens, shape, chunk, monkeypatch):
-    monkeypatch.setattr(kernels, "CHUNK", chunk)
+    monkeypatch.setattr(kernels.attending, "CHUNK", chunk)
     q, k, v = (t.detach().transpose(1, 2).requires_grad_() for t in packed(tokens, 3, 32, batch=4).unbind(2))
     bias = torch.randn(*shape, tokens, tokens, requires_grad=True)
     agree(kernels.attend, kernels.explicit, q, k, v, bias, 0.3)
@@ -183,7 +183,7 @@ def test_attend(tokens, shape, chunk, monkeypatch):
 
 
 def test_gradients_of_gradients_of_attend(monkeypatch):
-    monkeypatch.setattr(kernels, "CHUNK", 1)
+    monkeypatch.setattr(kernels.attending, "CHUNK", 1)
     given = [torch.randn(2, 2, 3, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
     bias = torch.randn(1, 2, 3, 3, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda *t: kernels.attend(*t, 0.5), (*given, bias))
@@ -215,11 +215,11 @@ def outputs(spec, prefix, dtype=torch.float32):
 @pytest.mark.parametrize("spec", SPECS)
 def test_models_agree(spec, prefix, monkeypatch):
     called = []
-    apply = kernels._Split.apply
-    monkeypatch.setattr(kernels._Split, "apply", lambda *given: called.append(given) or apply(*given))
+    apply = kernels.rotating._Split.apply
+    monkeypatch.setattr(kernels.rotating._Split, "apply", lambda *given: called.append(given) or apply(*given))
     ours = outputs(spec, prefix)
     assert bool(called) == (not ("free_prefix" in spec and prefix))
-    monkeypatch.setattr(kernels, "eager", lambda *tensors: False)
+    monkeypatch.setattr(kernels.when, "_undisturbed", lambda: False)
     theirs = outputs(spec, prefix)
     scale = max(t.abs().max() for t in theirs[1:])
     for a, b in zip(ours, theirs, strict=True):
@@ -281,6 +281,7 @@ def test_a_bias_is_remembered_while_nothing_changes(monkeypatch):
     made = []
     dense = kernels.dense_bias
     monkeypatch.setattr(kernels, "dense_bias", lambda *given: made.append(1) or dense(*given))
+    monkeypatch.setattr(kernels.memory, "dense_bias", kernels.dense_bias)
     model = tiny("rpb", (3, 5), 1, depth=2).float().eval()
     x = images((3, 5)).float()
 
@@ -315,7 +316,7 @@ def test_a_bias_is_remembered_while_nothing_changes(monkeypatch):
     model.float().train()
     assert new()[1] == new()[1] == 2
     assert len(pickle.dumps(copy.deepcopy(model.eval()))) == len(pickle.dumps(model))
-    monkeypatch.setattr(kernels, "REMEMBERED", 10)
+    monkeypatch.setattr(kernels.memory, "REMEMBERED", 10)
     new()
     assert new()[1] == 2
 
@@ -337,8 +338,8 @@ def test_training_has_the_room_of_what_was_remembered():
 
 def test_what_a_model_has_of_its_own_is_left_to_timms_kernels(monkeypatch):
     """So that ``native`` changes no logit."""
-    for name in ("_rotate", "attend", "dense_bias"):
-        monkeypatch.setattr(kernels, name, lambda *given, **options: pytest.fail("a kernel of ours"))
+    for module, name in ((kernels.rotating, "_rotate"), (kernels, "attend"), (kernels, "dense_bias")):
+        monkeypatch.setattr(module, name, lambda *given, **options: pytest.fail("a kernel of ours"))
     sizes = {"img_size": 32, "depth": 1, "embed_dim": 48, "num_heads": 4}
     for model in ("vit_small_patch16_rope_224", "beit_base_patch16_224"):
         vitpos.create_model(model, "native", **sizes)(torch.randn(1, 3, 32, 32)).sum().backward()
@@ -566,7 +567,7 @@ def test_what_learns_or_is_too_large_is_not_kept(monkeypatch):
     assert recalled(tiny("rope_axial").eval())[2] == 1
     learned = tiny("gated(rope_axial)").eval()
     assert recalled(learned)[2] == recalled(learned)[2] == 1
-    monkeypatch.setattr(kernels, "REMEMBERED", 10)
+    monkeypatch.setattr(kernels.memory, "REMEMBERED", 10)
     large = tiny("alibi2d").eval()
     assert recalled(large)[2] == recalled(large)[2] == 1
 

@@ -114,12 +114,13 @@ class Signal:
 
     def of_layer(self, layer: int) -> Signal:
         """What one layer is told, where angles, tables or a bias for all were made at once."""
-        rotation, changes = self.rotation, dict[str, Any]()
+        changes: dict[str, Any] = {}
+        rotation = self.rotation
         if self.angles_by_layer:
             changes["angles"], changes["angles_by_layer"] = self.angles_by_layer[layer], ()
         elif isinstance(rotation, PairRotation) and rotation.by_layer:
             changes["rotation"] = replace(rotation, turn=rotation.turn[layer], by_layer=False)
-        if self.graded:
+        if len(self.graded):
             changes["layer"] = layer
         return self.but(**changes) if changes else self
 
@@ -132,7 +133,7 @@ class Signal:
 
     def expand(self) -> Signal:
         """The same signal with ``angles`` and ``biases`` turned into what attention applies."""
-        if self.angles is None and not self.biases and (self.layer is None or not self.graded):
+        if self.angles is None and len(self.biases) == 0 and (self.layer is None or len(self.graded) == 0):
             return self
         rotation, bias, slope = self.rotation, self.bias, self.slope
         contextual, graded = self.contextual, self.graded
@@ -168,7 +169,8 @@ class Signal:
     def empty(self) -> bool:
         """Whether there is nothing to tell."""
         parts = (self.angles, self.rotation, self.bias, self.mask)
-        nothing = all(part is None for part in parts) and not (self.biases or self.contextual or self.graded)
+        told = len(self.biases) + len(self.contextual) + len(self.graded)  # (a compiler cannot negate a tuple)
+        nothing = all(part is None for part in parts) and told == 0
         return nothing and not (self.causal or self.plain) and not isinstance(self.scale, Tensor) and self.scale == 1.0
 
 
