@@ -1,3 +1,5 @@
+import importlib
+import importlib.metadata
 from datetime import datetime
 from types import SimpleNamespace
 
@@ -240,6 +242,15 @@ def test_prepare(word, sweeping, expected):
 def test_explain_is_one_line():
     assert cli.explain(ValueError("first\n\n  second")) == "first second"
     assert cli.explain(ValueError()) == "ValueError"
+
+
+@pytest.mark.parametrize("look", [importlib.metadata.version, importlib.import_module])
+def test_a_missing_package_is_named_with_what_brings_it(look, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.task(look)("no_such_package")
+    assert ended.value.code == 2
+    brings = "pip install 'vitpos[train,eval]' brings all that is needed"
+    assert capsys.readouterr().err == f"error: no_such_package is not installed; {brings}\n"
 
 
 def test_every_process_says_what_went_wrong(monkeypatch, capsys):

@@ -32,7 +32,7 @@ from vitpos import config, preemption
 from vitpos.spec import nearest, parse
 
 STRINGS = {"pos", "out", "resume", "init", "checkpoint", "weights", "runs", "results", "data.root", "compare.baseline"}
-USER_ERRORS = (ValueError, TypeError, OSError, HydraException, OmegaConfBaseException)
+USER_ERRORS = (ValueError, TypeError, OSError, ModuleNotFoundError, HydraException, OmegaConfBaseException)
 PATHS = STRINGS - {"pos", "compare.baseline"}
 SWEEP_FLAGS = ("-m", "--multirun")
 FAILURES = "VITPOS_FAILURES"  # in the environment: the file that names the runs of a sweep which failed
@@ -237,6 +237,8 @@ def explain(error: BaseException) -> str:
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         group, _, name = error.missing_cfg_file.rpartition("/")
         return f"unknown {group} {name!r}; {nearest(name, error.options)}"
+    if isinstance(cause, ModuleNotFoundError):
+        return f"{cause.name} is not installed; pip install 'vitpos[train,eval]' brings all that is needed"
     if str(error).startswith("Config group override must be"):
         return "data, model and train take the name of a choice each, such as data=digits, not null"
     text = str(error).split("See https")[0]
