@@ -9,7 +9,7 @@ from common import ENCODINGS, GRIDS, PREFIXES, SPECS, coordinates, images, rando
 from torch.nn.functional import scaled_dot_product_attention
 
 from vitpos import kernels, positions
-from vitpos.attention import Signal, expand_angles, expand_bias
+from vitpos.attention import Part, Signal, expand_angles, expand_bias
 from vitpos.encoding import Angles, Contextual, OffsetTable, PairBias, Rotations, SeparableAngles
 from vitpos.positions import Positions
 from vitpos.spec import REGISTRY
@@ -18,6 +18,7 @@ COMBINED_SLOPES = [
     "lookhere + rpb",
     "alibi2d + lookhere",
     "lookhere + irpe + logn",
+    "irpe + deberta",
     "rope_axial(free_prefix=True) + lookhere",
 ]
 
@@ -64,7 +65,7 @@ def attention_by_hand(attn, tokens, cells, grid, prefix, encodings, layer, mista
         for b in range(count - prefix):
             where = Positions(torch.stack([cells[a], cells[b]])[None], grid)
             pairs[a, b] = [
-                (e.bias(where), 1.0 if mistake == "slope" or not e.slopes() else e.slopes()[layer])
+                (e.bias(where), 1.0 if mistake == "slope" else e.slope_of(layer))
                 for e in encodings
                 if "bias" in e.sites()
             ]
@@ -202,7 +203,7 @@ def test_offset_table_is_read_at_query_minus_key(grid):
 
 def test_bias_of_prefix_pairs_is_zero():
     bias = PairBias(torch.ones(1, 2, 3, 3))
-    expanded = Signal(prefix=2, biases=(bias, bias)).expand().bias
+    expanded = Signal(prefix=2, biases=(Part(bias), Part(bias))).expand().bias
     assert expanded.shape == (1, 2, 5, 5)
     assert torch.equal(expanded[:, :, 2:, 2:], 2 * bias.values)
     assert expanded[:, :, :2].abs().sum() == expanded[:, :, :, :2].abs().sum() == 0

@@ -146,3 +146,29 @@ def test_blocks_are_told_once_what_is_alike(monkeypatch):
         told.clear()
         tiny(pos, depth=3)(images((3, 5)))
         assert told == layers
+
+
+@pytest.mark.parametrize(
+    ("spec", "order"),
+    [
+        ("rpb", "told told block block"),
+        ("rope_mixed + cpb + lookhere", "told told block block"),
+        ("lookhere", "told told block block"),
+        ("alibi2d", "told block block"),
+        ("irpe", "told block told block"),
+        ("liere", "told block told block"),
+        ("sincos2d", "block block"),
+    ],
+)
+def test_what_is_small_is_told_at_once(spec, order, monkeypatch):
+    """The rest, of the size of all pairs or of a matrix a patch, when its block comes."""
+    model, seen, tell = tiny(spec), [], Position.told
+    monkeypatch.setattr(Position, "told", lambda *given: seen.append("told") or tell(*given))
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda module, given: seen.append("block"))
+    model(images((3, 5)))
+    assert " ".join(seen) == order
+    seen.clear()
+    model(images((3, 5)), coords=torch.rand(15, 2).double() * 3)
+    pairwise = spec in ("rpb", "rope_mixed + cpb + lookhere")  # of positions that are no grid
+    assert " ".join(seen) == ("told block told block" if pairwise else order)

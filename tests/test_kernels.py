@@ -182,6 +182,50 @@ def test_attend(tokens, shape, chunk, monkeypatch):
     assert apart(kernels.attend(q, k, v, -bias, 32**-0.5), out) > 1e-2
 
 
+LAYOUTS = {  # of a bias in memory, as encodings and what they are added to leave it
+    "heads last": lambda t: t.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2),
+    "transposed": lambda t: t.mT.contiguous().mT,
+    "expanded": lambda t: t[..., :1].expand(t.shape),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shape", [(1, 3), (1, 1), (4, 3)])
+@pytest.mark.parametrize("batch", [1, 4])
+def test_attend_with_a_bias_of_another_layout(shape, layout, batch, monkeypatch):
+    """Its gradient is written in pieces, which must not depend on how the bias lies in memory."""
+    q, k, v = (t.detach().transpose(1, 2).requires_grad_() for t in packed(13, 3, 32, batch=batch).unbind(2))
+    bias = LAYOUTS[layout](torch.randn(min(shape[0], batch), shape[1], 13, 13)).detach().requires_grad_()
+    for chunk in (1, 700, 10**6):
+        monkeypatch.setattr(kernels.attending, "CHUNK", chunk)
+        ours, theirs = (
+            torch.autograd.grad(attention(q, k, v, bias, 0.3).sin().sum(), (q, k, v, bias))
+            for attention in (kernels.attend, kernels.explicit)
+        )
+        for a, b in zip(ours, theirs, strict=True):
+            assert apart(a, b) < GRADIENT
+
+
+@pytest.mark.parametrize("shape", [(1, 3), (1, 1)])
+def test_attend_in_bfloat16_adds_an_exact_bias(shape):
+    q, k, v = (t.detach().transpose(1, 2).requires_grad_() for t in packed(13, 3, 32, batch=1).unbind(2))
+    bias = torch.randn(*shape, 13, 13, requires_grad=True)
+    exact = gradients(kernels.explicit, q, k, v, bias, 0.3)
+    ours = gradients(kernels.attend, *(t.detach().bfloat16().requires_grad_() for t in (q, k, v)), bias, 0.3)
+    assert ours[-1].dtype == torch.float32
+    for a, b in zip(ours, exact, strict=True):
+        assert apart(a.float(), b) < 0.03
+
+
+def test_a_memory_does_not_take_no_bias_of_prefix_tokens_for_another():
+    memory, table = kernels.Memory(), torch.randn(2, 5, 9)
+    with torch.no_grad():
+        for beside in (None, torch.randn(2, 3), torch.randn(2, 3), None):
+            found = memory.dense_bias(0, table, beside, 2)
+            assert torch.equal(found, kernels.dense_bias(table, beside, 2))
+            assert memory.dense_bias(0, table, beside, 2) is found
+
+
 def test_gradients_of_gradients_of_attend(monkeypatch):
     monkeypatch.setattr(kernels.attending, "CHUNK", 1)
     given = [torch.randn(2, 2, 3, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
@@ -224,6 +268,26 @@ def test_models_agree(spec, prefix, monkeypatch):
     scale = max(t.abs().max() for t in theirs[1:])
     for a, b in zip(ours, theirs, strict=True):
         assert (a - b).abs().max() < 2e-5 * max(b.abs().max(), scale * 1e-2)
+
+
+@pytest.mark.parametrize("spec", ["rpb", "lookhere + cpb", "gated(alibi2d)"])
+@pytest.mark.parametrize("given", [{}, {"coords": torch.rand(2, 15, 2, dtype=torch.float64) * 3, "extent": (3, 5)}])
+def test_models_agree_where_each_image_has_its_own_bias(spec, given, monkeypatch):
+    """Patches that are dropped, or have coordinates, other ones in each image."""
+    model = tiny(spec, (3, 5), 0, patch_drop_rate=0.0 if given else 0.4).train()
+
+    def gradients():
+        torch.manual_seed(3)
+        model.zero_grad()
+        model(images((3, 5)), **given).square().sum().backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    for block in model.blocks:
+        block.attn.fused_attn = True
+    ours = gradients()
+    monkeypatch.setattr(kernels.when, "_undisturbed", lambda: False)
+    for a, b in zip(ours, gradients(), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-10, rtol=1e-9)
 
 
 def test_a_hook_on_the_projection_sees_what_it_projected():

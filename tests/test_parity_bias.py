@@ -34,10 +34,9 @@ def build(spec, training=(3, 5), heads=HEADS, layer=0, depth=1):
 
 def dense(encoding, on, prefix=0):
     """The bias of all token pairs [h, T, T] on a full grid, in the encoding's layer."""
-    slopes = encoding.slopes()
     with torch.no_grad():
         bias = expand_bias(encoding.bias(grid(*on, dtype=torch.float64)), prefix)[0]
-        return bias * slopes[encoding.geometry.layer] if slopes else bias
+        return bias * encoding.slope_of(encoding.geometry.layer)
 
 
 def looped(formula, on, heads=HEADS):

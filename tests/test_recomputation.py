@@ -1,5 +1,6 @@
 """Gradient checkpointing with a caller's mask: every block is run twice, and nothing that is computed changes."""
 
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from common import images, tiny
 from test_models import build
 from test_models import images as images_of
+from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import CheckpointError
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -123,3 +125,41 @@ def test_modes_may_differ_between_forward_and_backward(spec, first, monkeypatch)
     monkeypatch.setattr(kernels, "settled", lambda block: block)
     with pytest.raises(CheckpointError):
         gradients()
+
+
+def test_another_thread_is_not_settled():
+    """While one thread runs a block again, others choose for themselves."""
+    answers = []
+
+    def elsewhere(question):
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(question).result()
+
+    with FlopCounterMode(display=False):
+        inside = kernels.settled(lambda: answers.extend([kernels.eager(), elsewhere(kernels.eager)]))
+    inside()
+    assert answers == [False, True]
+    assert kernels.eager()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of PyTorch's compiler
+@pytest.mark.parametrize("spec", ["rope_axial", "rpb", "lookhere"])
+def test_compiled_blocks_are_checkpointed_without_a_break(spec):
+    model = tiny(spec, (3, 5), 1, depth=3)
+    expected = torch.autograd.grad(model(images((3, 5))).sum(), model.head.weight)
+    model.set_grad_checkpointing(True)
+    for block in model.blocks:
+        block.compile(fullgraph=True, backend="aot_eager")
+    found = torch.autograd.grad(model(images((3, 5))).sum(), model.head.weight)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_layers_that_differ_by_a_slope_share_a_compiled_block():
+    model = tiny("lookhere", (3, 5), 1, depth=12).eval()
+    graphs = CompileCounter()
+    for block in model.blocks:
+        block.compile(backend=graphs)
+    torch._dynamo.reset()
+    model(images((3, 5)))
+    assert graphs.frame_count <= 2  # one, and one that takes the slope as a number of the call

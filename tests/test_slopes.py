@@ -10,7 +10,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import vitpos
-from vitpos import kernels, pages
+from vitpos import kernels, pages, positions
+from vitpos.attention import Part, Signal
 from vitpos.encodings.alibi2d import Alibi2d
 from vitpos.encodings.rpb import RelativePositionBias
 
@@ -96,7 +97,7 @@ def test_models_compute_what_the_plain_path_does(spec, masked, monkeypatch):
     fused_as_modules_do(model, fused=False)
     for a, b in zip(ours, gradients(), strict=True):
         torch.testing.assert_close(a, b, atol=1e-11, rtol=1e-11)
-    monkeypatch.setattr(vitpos.encodings.lookhere.LookHere, "slopes", lambda self: (1.5, 1.5, 1.5))
+    monkeypatch.setattr(vitpos.encodings.lookhere.LookHere, "slope_of", lambda self, layer: 1.5)
     assert apart(gradients()[0], ours[0]) > 1e-4  # each layer has its own
 
 
@@ -134,7 +135,7 @@ def test_evaluation_holds_one_bias_for_all_layers():
         found = set()
         for memory in model.position.memories:
             found |= {dense.data_ptr() for _, _, _, dense, _ in memory._held.values()}
-            found |= {graded.bias.data_ptr() for graded in memory._signal[1].graded} if memory._signal else set()
+            found |= {part.bias.data_ptr() for part in memory._signal[1].parts} if memory._signal else set()
         return len(found)
 
     assert held("lookhere") == 1
@@ -145,25 +146,54 @@ def test_what_is_kept_is_dropped_when_it_is_written_to():
     model = tiny("lookhere", (3, 5), 1).eval()
     with torch.no_grad():
         before = model(images((3, 5)))
-        (graded,) = model.position.memories[-1]._signal[1].graded
-        graded.bias.zero_()
+        (part,) = model.position.memories[-1]._signal[1].parts
+        part.bias.zero_()
         assert torch.equal(model(images((3, 5))), before)
 
 
 def test_a_bias_with_slopes_becomes_a_table_of_each_layer(monkeypatch):
-    monkeypatch.setattr(Alibi2d, "slopes", lambda self: (2.0, 0.5))
+    monkeypatch.setattr(Alibi2d, "slope_of", lambda self, layer: (2.0, 0.5)[layer])
+    monkeypatch.setattr(Alibi2d, "prefix_bias", lambda self: torch.tensor([[1.0, 2.0, 3.0]]))
     model = tiny("alibi2d", (3, 5), 1)
     with torch.no_grad():
         before = model(images((3, 5)))
         assert apart(vitpos.convert(model, "rpb")(images((3, 5))), before) < 1e-12
-        first, second = (layer["rpb"].table for layer in model.position.layers)
-    torch.testing.assert_close(first, 4 * second)
+        first, second = (layer["rpb"] for layer in model.position.layers)
+    torch.testing.assert_close(first.table, 4 * second.table)
+    assert second.prefix.tolist() == [[0.5, 1.0, 1.5]] * 3
 
 
-def test_slopes_are_of_an_encoding_that_layers_share(monkeypatch):
-    monkeypatch.setattr(RelativePositionBias, "slopes", lambda self: (1.0, 2.0))
-    with pytest.raises(TypeError, match="rpb has slopes of layers"):
-        tiny("rpb")
+@pytest.mark.parametrize("spec", ["alibi2d", "rpb"])
+def test_slopes_of_what_layers_share_and_of_what_they_do_not(spec, monkeypatch):
+    model = tiny(spec, (3, 5), 1)
+    cls = {"alibi2d": Alibi2d, "rpb": RelativePositionBias}[spec]
+    before = model(images((3, 5)))
+    assert model.position.alike == (spec == "alibi2d")
+    monkeypatch.setattr(cls, "slope_of", lambda self, layer: (2.0, 0.5)[layer])
+    model = tiny(spec, (3, 5), 1)
+    assert not model.position.alike
+    pos = positions.grid(3, 5, dtype=torch.float64)
+    told = model.position.tell(pos, 1, {}, [{}, {}], None, False)
+    first, second = (told[layer].expand().bias for layer in range(2))
+    if spec == "alibi2d":
+        torch.testing.assert_close(first, 4 * second)
+    assert apart(model(images((3, 5))), before) > 1e-4
+
+
+def test_parts_with_a_slope_each():
+    a, b, c = torch.randn(3, 1, 2, 4, 4).unbind(0)
+    given = Signal(parts=(Part(a, (2.0, 3.0)), Part(b), Part(c, (0.5, 4.0))))
+    torch.testing.assert_close(given.of_layer(0).bias, 2 * a + b + 0.5 * c)
+    torch.testing.assert_close(given.of_layer(1).bias, 3 * a + b + 4 * c)
+    assert Signal().bias is None
+
+
+def test_the_kernels_map_is_that_of_the_first_layer():
+    """What the attention probe shows."""
+    model = tiny("lookhere", (3, 5), 1)
+    told = model.position.tell(positions.grid(3, 5, dtype=torch.float64), 1, {}, [{}, {}], None, False)
+    free = told[0].expand().bias[0, 2]  # the free head of three
+    assert free[1, 2].item() == pytest.approx(-1.5 * 0.5)
 
 
 def test_figures_show_the_last_layer():

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,6 @@ from torch.nn.modules.module import _global_forward_hooks
 from vitpos import kernels
 from vitpos.encoding import (
     AnyAngles,
-    Bias,
     Contextual,
     Layout,
     OffsetTable,
@@ -74,11 +73,14 @@ class BlockRotation:
 
 
 @dataclass(frozen=True)
-class Graded:
-    """A bias that all layers share and each multiplies by its own of ``slopes``; expanded, [1 | B, 1 | h, T, T]."""
+class Part:
+    """A part of the bias, multiplied by ``slope``: what an encoding returned or, expanded, [1 | B, 1 | h, T, T].
 
-    bias: Bias | Tensor
-    slopes: tuple[float, ...]
+    Of what all layers share, a slope may be a number for each of them, until a layer takes its own.
+    """
+
+    bias: Any  # Bias or Tensor
+    slope: Any = 1.0  # float or tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -86,10 +88,8 @@ class Signal:
     """What one block's attention is told about position: an argument of the block, stored on no module.
 
     ``angles`` and ``biases`` are what encodings returned, for patches only. ``expand`` turns them into
-    ``rotation``, ``bias`` [1 | B, 1 | h, T, T] over all tokens and ``contextual``. Doing so early shares the work
+    ``rotation``, ``parts`` of the bias over all tokens and ``contextual``. Doing so early shares the work
     between layers; doing so inside a block keeps what it is given small (gradient checkpointing stores that).
-    ``graded`` holds biases that a ``layer`` multiplies by a number of its own, and ``slope`` what ``bias`` is to be
-    multiplied by.
     ``scale`` multiplies the logits of q and k. ``mask`` is the caller's own attention mask: boolean (True: may
     attend) or added to the logits; ``causal``: no token sees those after it. ``memory``: where dense biases may be kept
     from one forward to the next. ``plain``: without kernels of our own, so that timm's values come out bit for bit.
@@ -98,13 +98,10 @@ class Signal:
 
     prefix: int = 0
     angles: AnyAngles | None = None
-    biases: tuple[Bias | Graded, ...] = ()
+    biases: tuple[Part, ...] = ()
     contextual: tuple[Contextual, ...] = ()
     rotation: PairRotation | BlockRotation | None = None
-    bias: Tensor | None = None
-    slope: float = 1.0
-    graded: tuple[Graded, ...] = ()
-    layer: int | None = None
+    parts: tuple[Part, ...] = ()
     scale: float | Tensor = 1.0
     mask: Tensor | None = None
     causal: bool = False
@@ -120,8 +117,9 @@ class Signal:
             changes["angles"], changes["angles_by_layer"] = self.angles_by_layer[layer], ()
         elif isinstance(rotation, PairRotation) and rotation.by_layer:
             changes["rotation"] = replace(rotation, turn=rotation.turn[layer], by_layer=False)
-        if len(self.graded):
-            changes["layer"] = layer
+        if any(isinstance(part.slope, tuple) for part in self.parts):
+            slopes = [part.slope[layer] if isinstance(part.slope, tuple) else part.slope for part in self.parts]
+            changes["parts"] = tuple(replace(part, slope=slope) for part, slope in zip(self.parts, slopes))
         return self.but(**changes) if changes else self
 
     def but(self, **changes: Any) -> Signal:
@@ -133,52 +131,43 @@ class Signal:
 
     def expand(self) -> Signal:
         """The same signal with ``angles`` and ``biases`` turned into what attention applies."""
-        if self.angles is None and len(self.biases) == 0 and (self.layer is None or len(self.graded) == 0):
+        if self.angles is None and not self.biases:
             return self
-        rotation, bias, slope = self.rotation, self.bias, self.slope
-        contextual, graded = self.contextual, self.graded
+        rotation, contextual, parts = self.rotation, self.contextual, self.parts
         if self.angles is not None:
             rotation = expand_angles(self.angles, self.prefix)
-        for place, given in enumerate(self.biases):
-            if isinstance(given, Contextual):
-                contextual = (*contextual, given)
+        for place, part in enumerate(self.biases):
+            if isinstance(part.bias, Contextual):
+                contextual = (*contextual, part.bias)
                 continue
-            inner: Any = given.bias if isinstance(given, Graded) else given
-            dense = expand_bias(inner, self.prefix, self.memory, place, self.plain)
-            if isinstance(given, Graded):
-                graded = (*graded, replace(given, bias=dense))
+            dense = expand_bias(part.bias, self.prefix, self.memory, place, self.plain)
+            if parts and parts[-1].slope == part.slope == 1.0:  # one sum for all layers
+                parts = (*parts[:-1], Part(parts[-1].bias + dense))
             else:
-                bias, slope = _sum(bias, slope, dense)
-        if self.layer is not None:
-            for given in graded:
-                bias, slope = _sum(bias, slope, cast(Tensor, given.bias), given.slopes[self.layer])
-            graded = ()
-        return self.but(
-            angles=None, biases=(), contextual=contextual, rotation=rotation, bias=bias, slope=slope, graded=graded
-        )
+                parts = (*parts, replace(part, bias=dense))
+        return self.but(angles=None, biases=(), contextual=contextual, rotation=rotation, parts=parts)
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The whole bias of an expanded signal of one layer, [1 | B, 1 | h, T, T]."""
+        total = None
+        for part in self.parts:
+            more = kernels.sloped(part.bias, part.slope)
+            total = more if total is None else total + more
+        return total
 
     @property
     def small(self) -> bool:
         """Whether what is still to be expanded takes little memory."""
-        of_tables = (given.bias if isinstance(given, Graded) else given for given in self.biases)
-        return isinstance(self.angles, (type(None), SeparableAngles)) and all(
-            isinstance(bias, OffsetTable) for bias in of_tables
-        )
+        tables = all(isinstance(part.bias, OffsetTable) for part in self.biases)
+        return tables and isinstance(self.angles, (type(None), SeparableAngles))
 
     @property
     def empty(self) -> bool:
         """Whether there is nothing to tell."""
-        parts = (self.angles, self.rotation, self.bias, self.mask)
-        told = len(self.biases) + len(self.contextual) + len(self.graded)  # (a compiler cannot negate a tuple)
-        nothing = all(part is None for part in parts) and told == 0
+        nothing = self.angles is None and self.rotation is None and self.mask is None
+        nothing = nothing and len(self.biases) + len(self.contextual) + len(self.parts) == 0
         return nothing and not (self.causal or self.plain) and not isinstance(self.scale, Tensor) and self.scale == 1.0
-
-
-def _sum(bias: Tensor | None, slope: float, more: Tensor, its: float = 1.0) -> tuple[Tensor, float]:
-    """The bias and slope of ``slope * bias + its * more``, multiplied out only where it must be."""
-    if bias is None:
-        return more, its
-    return kernels.sloped(bias, slope) + kernels.sloped(more, its), 1.0
 
 
 def expand_angles(angles: AnyAngles, prefix: int) -> PairRotation | BlockRotation:
@@ -251,7 +240,8 @@ def contextual_bias(bias: Contextual, prefix: int, q: Tensor, k: Tensor) -> Tens
 
 
 def with_mask(bias: Tensor | None, mask: Tensor | None, is_causal: bool, q: Tensor) -> Tensor | None:
-    """Position bias, caller's mask and causality as one tensor [1 | B, 1 | h, T, T], or None."""
+    """Position bias, caller's mask and causality as one tensor [1 | B, 1 | h, T, T], or None; of q's dtype where there
+    is a mask."""
     if is_causal:
         causal = q.new_ones(q.shape[-2], q.shape[-2], dtype=torch.bool).tril()
         if mask is None:
@@ -292,7 +282,8 @@ class PositionedAttention:
         rotation, prefix = signal.rotation, signal.prefix
         apart = rotation is not None and not rotated and rotation.free_prefix and prefix
         plain = signal.plain or signal.mask is not None or signal.causal  # a query may be left without a key
-        bias, slope = signal.bias, signal.slope
+        (part,) = signal.parts if len(signal.parts) == 1 else (Part(signal.bias),)
+        bias, slope = part.bias, part.slope
         if bias is not None and (signal.contextual or signal.mask is not None or signal.causal or apart):
             bias, slope = kernels.sloped(bias, slope).to(q.dtype), 1.0
         for contextual in signal.contextual:
@@ -325,7 +316,7 @@ class PositionedAttention:
             dropout = self.attn_drop.p if self.training else 0.0
             if not (dropout or plain) and kernels.attends_faster(q, k, v, bias):
                 return kernels.attend(q, k, v, bias, q.shape[-1] ** -0.5, slope)
-            if not dropout and bias is not None and kernels.remakes(q, k, v, bias, slope):
+            if not (dropout or plain) and bias is not None and kernels.remakes(q, k, v, bias, slope):
                 return kernels.attend_fused(q, k, v, bias, slope)
             mask = None if bias is None else kernels.sloped(bias, slope).to(q.dtype)
             return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from vitpos import easing, kernels
-from vitpos.attention import Graded, Signal, exact
+from vitpos.attention import Part, Signal, exact
 from vitpos.encoding import AnyAngles, Encoding, Geometry, LinearRotary, SeparableAngles
 from vitpos.positions import Positions
 from vitpos.spec import Spec, Term, lookup
@@ -82,11 +82,6 @@ class Position(nn.Module):
         self.timms = "native" in spec.names or spec.names == ("ape1d",)  # whose logits come out as they are
         self.shared = nn.ModuleDict({t.name: _build(cls, t, geometry) for t, cls in chosen if not cls.per_layer})
         own = [(t, cls) for t, cls in chosen if cls.per_layer]
-        for _, cls in own:
-            if cls.slopes is not Encoding.slopes:
-                raise TypeError(f"{cls.name} has slopes of layers, for which one encoding must serve all (per_layer)")
-        graded = any(cls.slopes is not Encoding.slopes for _, cls in chosen)
-        self.alike = not (own or self.native or graded)  # whether all blocks are told the same
         self.memories = [kernels.Memory() for _ in range(geometry.depth + 1)]  # of each layer, then of what all share
         self.layers = nn.ModuleList(
             nn.ModuleDict({t.name: _build(cls, t, replace(geometry, layer=layer)) for t, cls in own})
@@ -110,6 +105,11 @@ class Position(nn.Module):
     def silent(self) -> bool:
         """Whether blocks are told nothing about position, and may attend as they like."""
         return not (self.timms or self.sites & {"angles", "bias", "scale"})
+
+    @property
+    def alike(self) -> bool:
+        """Whether all blocks are told the same."""
+        return not (len(self.layers) or self.native or any(map(_graded, _encodings(self.shared))))
 
     def encodings(self) -> Iterator[Encoding]:
         """All encodings: the shared ones, then layer by layer."""
@@ -191,7 +191,10 @@ class Position(nn.Module):
         mask: Tensor | None,
         is_causal: bool,
     ) -> Told:
-        """What each block is told, of as many as ``held_by_blocks`` says what they hold."""
+        """What each block is told, of as many as ``held_by_blocks`` says what they hold.
+
+        All at once where that is small: calls in a row are much faster than calls between matrix products.
+        """
         depth = len(held_by_blocks)
         shared = self.shared_signal(pos, prefix, held, depth)
 
@@ -215,8 +218,7 @@ class Position(nn.Module):
 
 @dataclass(frozen=True)
 class Told:
-    """What each block is told: what is small at once, since calls in a row take a tenth of their time between matrix
-    products; the rest when it is asked for."""
+    """What each block is told: what is ``ready``, and the rest when it is asked for."""
 
     make: Callable[[int], Signal | None]
     ready: list[Signal | None]
@@ -254,11 +256,23 @@ def _signal(signal: Signal, encodings: nn.Module, pos: Positions, held: Held, me
             told["angles"] = _gated(encoding, encoding.angles(pos, *held_by(encoding, held)))
         if "bias" in encoding.sites():
             bias = _gated(encoding, encoding.bias(pos, *held_by(encoding, held)))
-            slopes = encoding.slopes()
-            told["biases"] = (*told.get("biases", signal.biases), Graded(bias, slopes) if slopes else bias)
+            told["biases"] = (*told.get("biases", signal.biases), Part(bias, _slope(encoding)))
         if "scale" in encoding.sites():
             told["scale"] = told.get("scale", signal.scale) * encoding.scale(pos)
     return signal.but(**told)
+
+
+def _graded(encoding: Encoding) -> bool:
+    return type(encoding).slope_of is not Encoding.slope_of
+
+
+def _slope(encoding: Encoding) -> float | tuple[float, ...]:
+    """That of its layer, or of each layer if one encoding serves all."""
+    if not _graded(encoding):
+        return 1.0
+    if encoding.per_layer:
+        return encoding.slope_of(encoding.geometry.layer)
+    return tuple(map(encoding.slope_of, range(encoding.geometry.depth)))
 
 
 def _states(encoding: Encoding, promise: str) -> bool:

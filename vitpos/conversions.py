@@ -148,7 +148,7 @@ def _table_weights(sources: Sources, layer: int) -> dict[str, Tensor]:
         given = given if bias.gate is None else easing.gated(given, bias.gate)
         if not given.values.isfinite().all():
             raise ValueError(f"{bias.name} masks pairs with an infinite bias, which a learned table cannot hold")
-        slope = (bias.slopes() or [1.0] * (layer + 1))[layer]
+        slope = bias.slope_of(layer)
         weights["table"] = weights.get("table", 0) + slope * given.values.cpu()
         if given.prefix is not None:
             weights["prefix"] = weights.get("prefix", 0) + slope * given.prefix.cpu()

@@ -207,13 +207,13 @@ class Encoding(nn.Module):
         """What is added to the attention logits."""
         raise TypeError(f"{self.name} has no attention bias")
 
-    def slopes(self) -> tuple[float, ...]:
-        """One number above 0 a layer, by which the bias is multiplied there; none if it is the same in all layers.
+    def slope_of(self, layer: int) -> float:
+        """What the bias is multiplied by in a layer, above 0.
 
-        Layers that differ by such a number share one encoding, whose bias is made once a forward and held once. It
-        must be an ``OffsetTable`` or a ``PairBias``.
+        Layers that differ by such a number alone share one encoding, whose bias is made once a forward and held once;
+        it must be an ``OffsetTable`` or a ``PairBias``.
         """
-        return ()
+        return 1.0
 
     def scale(self, pos: Positions) -> float | Tensor:
         """The factor on the logits of q and k, beside 1 / sqrt(d)."""

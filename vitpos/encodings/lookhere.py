@@ -35,15 +35,15 @@ class LookHere(OffsetBias):
     -inf. ``resize``: distances run on (as published), or are scaled into the training grid. With ``wrap`` offsets
     are the shorter way around the sides of the grid.
 
-    All layers share one bias, which each multiplies by its s_l (``slopes``). Of three heads with kind=90 the first
+    All layers share one bias, which each multiplies by its s_l (``slope_of``). Of three heads with kind=90 the first
     looks up and left, the second up and right, the third is free. The key at distance 5, four up and three to the
     left, is seen by the first and third:
 
     >>> encoding = LookHere(Geometry(dim=12, heads=3, head_dim=4, depth=3, grid=(8, 8)))
     >>> encoding.at(torch.tensor([4.0, 3.0]), (8, 8)).tolist()
     [-5.0, -inf, -2.5]
-    >>> encoding.slopes()
-    (1.5, 1.0, 0.5)
+    >>> [encoding.slope_of(layer) for layer in range(3)]
+    [1.5, 1.0, 0.5]
     """
 
     summary = "each head sees one direction only, its logits falling with the distance"
@@ -69,29 +69,27 @@ class LookHere(OffsetBias):
         require_at_least("global_slope", global_slope, 0, self.name)
         self.global_slope = global_slope
         self.kind = kind
-        self.directed = min(2 * geometry.heads // 3, geometry.heads - 1)  # so many of the heads
 
     @classmethod
     def beginning(cls, given: Mapping[str, Any]) -> Literal["gate", "zeros", "nothing"]:
         raise ValueError(f"{cls.name} hides keys outside of each head's field of view, which no gate takes back")
 
     def at(self, offset: Tensor, extent: Extent) -> Tensor:
-        shape = (-1, *[1] * (offset.ndim - 1))
+        heads, shape = self.geometry.heads, (-1, *[1] * (offset.ndim - 1))
+        directed = min(2 * heads // 3, heads - 1)
         offset = self.placed_offset(offset, extent)
         distance = torch.linalg.vector_norm(offset, dim=-1)
-        free = range(self.geometry.heads - self.directed)
-        slope = offset.new_tensor([1.0] * self.directed + [FREE_SLOPES[head % 4] for head in free])
+        free = [FREE_SLOPES[head % 4] for head in range(heads - directed)]
+        slope = offset.new_tensor([1.0] * directed + free)
         bias = -self.global_slope * slope.view(shape) * distance  # [h, ...]
 
         up, right = offset[..., 0], -offset[..., 1]  # where the key is, seen from the query
-        first = [FIRST_RAY[self.kind][head % 8] for head in range(self.directed)]
+        first = [FIRST_RAY[self.kind][head % 8] for head in range(directed)]
         rays = [(RAYS[ray], RAYS[(ray + self.kind // 45) % 8]) for ray in first]  # right and left edge of each view
         edges = offset.new_tensor(rays).view(-1, 2, 2)
         (from_x, from_y), (to_x, to_y) = ([c.view(shape) for c in edge.unbind(-1)] for edge in edges.unbind(1))
         seen = (from_x * up - from_y * right >= -ON_THE_EDGE) & (right * to_y - up * to_x >= -ON_THE_EDGE)
-        directed = bias[: len(edges)].masked_fill(~seen, -torch.inf)
-        return torch.cat([directed, bias[len(edges) :]])
+        return torch.cat([bias[:directed].masked_fill(~seen, -torch.inf), bias[directed:]])
 
-    def slopes(self) -> tuple[float, ...]:
-        depth = self.geometry.depth
-        return tuple(1.5 - layer / max(depth - 1, 1) for layer in range(depth))
+    def slope_of(self, layer: int) -> float:
+        return 1.5 - layer / max(self.geometry.depth - 1, 1)

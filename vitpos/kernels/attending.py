@@ -115,8 +115,9 @@ class _Attend(torch.autograd.Function):
         of_bias = None
         if needs[3]:
             kind = torch.promote_types(bias.dtype, torch.float32)
-            of_bias = torch.empty_like(bias, dtype=kind) if len(q) else torch.zeros_like(bias, dtype=kind)
+            of_bias = (bias.new_empty if len(q) else bias.new_zeros)(bias.shape, dtype=kind)  # contiguous
         with torch.autocast("cpu", enabled=False):
+            # The gradient of the logits is that of the bias, or is added to it from ``room``.
             for pairs, rows, (of_soft, room) in _pieces(q, q.dtype, scratch=2):
                 some = (*pairs, rows)
                 queries, here, of_out = (t[some].flatten(0, 1) for t in (q, soft, grad))

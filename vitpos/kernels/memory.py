@@ -40,7 +40,7 @@ class Memory:
                 return found
         with torch.inference_mode(False), torch.no_grad():  # what is made under inference mode has no version
             found = make()
-        parts = (found.bias, getattr(found.rotation, "turn", None), *(graded.bias for graded in found.graded))
+        parts = (getattr(found.rotation, "turn", None), *(part.bias for part in found.parts))
         made = [t for t in parts if t is not None]
         if sum(tensor.numel() for tensor in made) <= REMEMBERED and not found.contextual:
             self._signal = key, found, [(tensor, tensor._version) for tensor in made]

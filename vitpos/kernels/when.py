@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 def eager(*tensors: Tensor) -> bool:
     """Whether kernels may serve: plain tensors on a CPU, and nothing that records, compiles or transforms."""
-    if not (_undisturbed() if _settled.choice is None else _settled.choice):
+    if torch.compiler.is_compiling() or not (_undisturbed() if _settled.choice is None else _settled.choice):
         return False
     for tensor in tensors:
         if type(tensor) not in _PLAIN or not tensor.is_cpu or torch._C._functorch.is_legacy_batchedtensor(tensor):
@@ -26,7 +26,7 @@ _PLAIN = (Tensor, nn.Parameter)
 
 
 def _undisturbed() -> bool:
-    if torch.compiler.is_compiling() or torch._C._is_tracing() or is_in_torch_dispatch_mode():
+    if torch._C._is_tracing() or is_in_torch_dispatch_mode():
         return False
     if torch._C._are_functorch_transforms_active() or torch._C._len_torch_function_stack():
         return False
