@@ -144,12 +144,13 @@ def test_another_thread_is_not_settled():
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of PyTorch's compiler
 @pytest.mark.parametrize("spec", ["rope_axial", "rpb", "lookhere"])
-def test_compiled_blocks_are_checkpointed_without_a_break(spec):
+@pytest.mark.parametrize("whole", [True, False])
+def test_what_is_compiled_is_checkpointed_without_a_break(spec, whole):
     model = tiny(spec, (3, 5), 1, depth=3)
     expected = torch.autograd.grad(model(images((3, 5))).sum(), model.head.weight)
     model.set_grad_checkpointing(True)
-    for block in model.blocks:
-        block.compile(fullgraph=True, backend="aot_eager")
+    for compiled in [model] if whole else model.blocks:
+        compiled.compile(fullgraph=True, backend="aot_eager")
     found = torch.autograd.grad(model(images((3, 5))).sum(), model.head.weight)
     torch.testing.assert_close(found, expected)
 
