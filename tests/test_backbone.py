@@ -405,9 +405,9 @@ def test_low_precision(name):
     pos = vitpos.positions.grid(4, 6)
     with torch.no_grad():
         expected = model(x)
-        plain = model.position.shared_signal(pos, 1)
+        plain = model.position.shared_signal(pos, 1).of_layer(1)
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            inside = model.position.shared_signal(pos, 1)
+            inside = model.position.shared_signal(pos, 1).of_layer(1)
             torch.testing.assert_close(model(x).float(), expected, atol=0.05, rtol=0.05)
         for a, b in [(plain.bias, inside.bias)] + (
             [(plain.rotation.turn, inside.rotation.turn)] if plain.rotation else []
