@@ -613,8 +613,9 @@ def test_what_was_made_is_dropped_when_a_number_changes(pos):
     assert torch.equal(after, model(x))
     vitpos.set_resize(model, "extrapolate")
     assert torch.equal(model(x), before)
-    encoding.extra = torch.zeros(1)  # a tensor is no number: nothing is kept
-    assert recalled(model)[2] == recalled(model)[2] == 1
+    for extra in (torch.zeros(1), [1.0], {0: 1.0}):  # these are no numbers: nothing is kept
+        encoding.extra = extra
+        assert recalled(model)[2] == recalled(model)[2] == 1
 
 
 def test_what_was_made_is_dropped_when_it_is_written_to():

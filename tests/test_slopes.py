@@ -1,6 +1,7 @@
 """A bias that layers share up to a number each: applied as the plain path has it, and held once."""
 
 import math
+import weakref
 
 import pytest
 import torch
@@ -65,16 +66,16 @@ def test_gradients_of_gradients_of_attention_with_a_slope():
 def test_the_mask_is_made_again_only_where_that_spares_memory():
     q, k, v = attended(13)
     bias = torch.randn(1, 2, 13, 13)
-    assert kernels.remakes(q, k, v, bias, 1.25)
-    assert kernels.remakes(q, k, v, bias.double(), 1.0)
-    assert not kernels.remakes(q, k, v, bias, 1.0)  # it is the mask
-    assert not kernels.remakes(q, k, v, bias.clone().requires_grad_(), 1.25)
-    assert not kernels.remakes(*(t.detach() for t in (q, k, v)), bias, 1.25)
-    assert not kernels.remakes(*(t[:0] for t in (q, k, v)), bias, 1.25)
+    assert kernels.spares_memory(q, k, v, bias, 1.25)
+    assert kernels.spares_memory(q, k, v, bias.double(), 1.0)
+    assert not kernels.spares_memory(q, k, v, bias, 1.0)  # it is the mask
+    assert not kernels.spares_memory(q, k, v, bias.clone().requires_grad_(), 1.25)
+    assert not kernels.spares_memory(*(t.detach() for t in (q, k, v)), bias, 1.25)
+    assert not kernels.spares_memory(*(t[:0] for t in (q, k, v)), bias, 1.25)
     with torch.no_grad():
-        assert not kernels.remakes(q, k, v, bias, 1.25)
+        assert not kernels.spares_memory(q, k, v, bias, 1.25)
     with sdpa_kernel(SDPBackend.MATH):
-        assert not kernels.remakes(q, k, v, bias, 1.25)
+        assert not kernels.spares_memory(q, k, v, bias, 1.25)
 
 
 MODELS = ["lookhere", "rope_mixed + lookhere", "lookhere + rpb", "alibi2d + lookhere", "lookhere + irpe"]
@@ -123,7 +124,7 @@ def test_training_holds_one_bias_for_all_layers(dtype, monkeypatch):
         assert square(model, images((3, 5), dtype=dtype)) == 1
     alibi = fused_as_modules_do(tiny("alibi2d", (3, 5), 1, depth=4)).to(dtype)
     assert square(alibi, images((3, 5), dtype=dtype)) == 1
-    monkeypatch.setattr(kernels, "remakes", lambda *given: False)
+    monkeypatch.setattr(kernels, "spares_memory", lambda *given: False)
     assert square(model, images((3, 5), dtype=dtype)) == 4
 
 
@@ -174,7 +175,7 @@ def test_slopes_of_what_layers_share_and_of_what_they_do_not(spec, monkeypatch):
     assert not model.position.alike
     pos = positions.grid(3, 5, dtype=torch.float64)
     told = model.position.tell(pos, 1, {}, [{}, {}], None, False)
-    first, second = (told[layer].expand().bias for layer in range(2))
+    first, second = (told.take(layer).expand().bias for layer in range(2))
     if spec == "alibi2d":
         torch.testing.assert_close(first, 4 * second)
     assert apart(model(images((3, 5))), before) > 1e-4
@@ -192,7 +193,7 @@ def test_the_kernels_map_is_that_of_the_first_layer():
     """What the attention probe shows."""
     model = tiny("lookhere", (3, 5), 1)
     told = model.position.tell(positions.grid(3, 5, dtype=torch.float64), 1, {}, [{}, {}], None, False)
-    free = told[0].expand().bias[0, 2]  # the free head of three
+    free = told.take(0).expand().bias[0, 2]  # the free head of three
     assert free[1, 2].item() == pytest.approx(-1.5 * 0.5)
 
 
@@ -201,3 +202,34 @@ def test_figures_show_the_last_layer():
     slope = vitpos.encodings.lookhere.FREE_SLOPES[3]
     assert title == "bias, head 11"
     torch.testing.assert_close(last[2, 3].item(), -0.5 * slope)
+
+
+def test_what_has_no_slope_is_added_once_and_comes_first():
+    signal = tiny("lookhere + alibi2d + t5", (3, 5), 1).position.shared_signal(positions.grid(3, 5), 1)
+    assert [isinstance(part.slope, tuple) for part in signal.parts] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("spec", "slope", "error", "words"),
+    [
+        ("deberta", 2.0, TypeError, "deberta: a contextual bias takes no slope"),
+        ("alibi2d", torch.tensor(2.0), TypeError, "alibi2d: the slope of a layer must be a number, got Tensor"),
+        ("alibi2d", 0.0, ValueError, "alibi2d: the slope of a layer must be a number above 0, got 0.0"),
+        ("rpb", math.inf, ValueError, "rpb: the slope of a layer must be a number above 0, got inf"),
+    ],
+)
+def test_slopes_that_cannot_be(spec, slope, error, words, monkeypatch):
+    model = tiny(spec, (3, 5), 1)
+    monkeypatch.setattr(type(next(model.position.encodings())), "slope_of", lambda self, layer: slope)
+    with pytest.raises(error, match=words):
+        model(images((3, 5)))
+
+
+def test_what_is_told_is_not_held_on_to():
+    """Such as the buckets of all pairs, of which each layer has its own."""
+    for spec in ("irpe", "rpb"):
+        position = tiny(spec, (3, 5), 1).position
+        told = position.tell(positions.grid(3, 5, dtype=torch.float64), 1, {}, [{}, {}], None, False)
+        for layer in range(2):
+            alive = weakref.ref(told.take(layer))
+            assert alive() is None

@@ -74,9 +74,10 @@ class BlockRotation:
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the bias, multiplied by ``slope``: what an encoding returned or, expanded, [1 | B, 1 | h, T, T].
+    """A part of the bias: in ``Signal.biases`` what an encoding returned, in ``Signal.parts`` [1 | B, 1 | h, T, T].
 
-    Of what all layers share, a slope may be a number for each of them, until a layer takes its own.
+    It is multiplied by ``slope``. Of what all layers share that may be a number for each of them, until a layer takes
+    its own.
     """
 
     bias: Any  # Bias or Tensor
@@ -88,8 +89,9 @@ class Signal:
     """What one block's attention is told about position: an argument of the block, stored on no module.
 
     ``angles`` and ``biases`` are what encodings returned, for patches only. ``expand`` turns them into
-    ``rotation``, ``parts`` of the bias over all tokens and ``contextual``. Doing so early shares the work
-    between layers; doing so inside a block keeps what it is given small (gradient checkpointing stores that).
+    ``rotation``, ``parts`` of the bias over all tokens (one without a slope comes first) and ``contextual``. Doing so
+    early shares the work between layers; doing so inside a block keeps what it is given small (gradient checkpointing
+    stores that).
     ``scale`` multiplies the logits of q and k. ``mask`` is the caller's own attention mask: boolean (True: may
     attend) or added to the logits; ``causal``: no token sees those after it. ``memory``: where dense biases may be kept
     from one forward to the next. ``plain``: without kernels of our own, so that timm's values come out bit for bit.
@@ -110,7 +112,7 @@ class Signal:
     angles_by_layer: tuple[AnyAngles, ...] = ()
 
     def of_layer(self, layer: int) -> Signal:
-        """What one layer is told, where angles, tables or a bias for all were made at once."""
+        """What one layer is told, where all layers' angles, or slopes of a bias, are here."""
         changes: dict[str, Any] = {}
         rotation = self.rotation
         if self.angles_by_layer:
@@ -141,10 +143,12 @@ class Signal:
                 contextual = (*contextual, part.bias)
                 continue
             dense = expand_bias(part.bias, self.prefix, self.memory, place, self.plain)
-            if parts and parts[-1].slope == part.slope == 1.0:  # one sum for all layers
-                parts = (*parts[:-1], Part(parts[-1].bias + dense))
-            else:
+            if part.slope != 1.0:
                 parts = (*parts, replace(part, bias=dense))
+            elif len(parts) and parts[0].slope == 1.0:
+                parts = (Part(parts[0].bias + dense), *parts[1:])
+            else:
+                parts = (Part(dense), *parts)
         return self.but(angles=None, biases=(), contextual=contextual, rotation=rotation, parts=parts)
 
     @property
@@ -152,9 +156,15 @@ class Signal:
         """The whole bias of an expanded signal of one layer, [1 | B, 1 | h, T, T]."""
         total = None
         for part in self.parts:
-            more = kernels.sloped(part.bias, part.slope)
-            total = more if total is None else total + more
+            total = kernels.sloped(part.bias, part.slope, total)
         return total
+
+    @property
+    def bias_and_slope(self) -> tuple[Tensor | None, float]:
+        """The same, not multiplied out where it need not be: some kernels do that by the way."""
+        if len(self.parts) == 1:
+            return self.parts[0].bias, self.parts[0].slope
+        return self.bias, 1.0
 
     @property
     def small(self) -> bool:
@@ -282,8 +292,7 @@ class PositionedAttention:
         rotation, prefix = signal.rotation, signal.prefix
         apart = rotation is not None and not rotated and rotation.free_prefix and prefix
         plain = signal.plain or signal.mask is not None or signal.causal  # a query may be left without a key
-        (part,) = signal.parts if len(signal.parts) == 1 else (Part(signal.bias),)
-        bias, slope = part.bias, part.slope
+        bias, slope = signal.bias_and_slope
         if bias is not None and (signal.contextual or signal.mask is not None or signal.causal or apart):
             bias, slope = kernels.sloped(bias, slope).to(q.dtype), 1.0
         for contextual in signal.contextual:
@@ -316,7 +325,7 @@ class PositionedAttention:
             dropout = self.attn_drop.p if self.training else 0.0
             if not (dropout or plain) and kernels.attends_faster(q, k, v, bias):
                 return kernels.attend(q, k, v, bias, q.shape[-1] ** -0.5, slope)
-            if not (dropout or plain) and bias is not None and kernels.remakes(q, k, v, bias, slope):
+            if not (dropout or plain) and bias is not None and kernels.spares_memory(q, k, v, bias, slope):
                 return kernels.attend_fused(q, k, v, bias, slope)
             mask = None if bias is None else kernels.sloped(bias, slope).to(q.dtype)
             return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)

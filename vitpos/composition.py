@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from vitpos import easing, kernels
 from vitpos.attention import Part, Signal, exact
-from vitpos.encoding import AnyAngles, Encoding, Geometry, LinearRotary, SeparableAngles
+from vitpos.encoding import AnyAngles, Bias, Contextual, Encoding, Geometry, LinearRotary, SeparableAngles
 from vitpos.positions import Positions
 from vitpos.spec import Spec, Term, lookup
 
@@ -223,8 +224,12 @@ class Told:
     make: Callable[[int], Signal | None]
     ready: list[Signal | None]
 
-    def __getitem__(self, layer: int) -> Signal | None:
-        return self.ready[layer] if layer < len(self.ready) else self.make(layer)
+    def take(self, layer: int) -> Signal | None:
+        """To be asked once a layer: what it is told is not held on to."""
+        if layer >= len(self.ready):
+            return self.make(layer)
+        found, self.ready[layer] = self.ready[layer], None
+        return found
 
 
 def _encodings(group: nn.Module) -> Iterator[Encoding]:
@@ -256,7 +261,8 @@ def _signal(signal: Signal, encodings: nn.Module, pos: Positions, held: Held, me
             told["angles"] = _gated(encoding, encoding.angles(pos, *held_by(encoding, held)))
         if "bias" in encoding.sites():
             bias = _gated(encoding, encoding.bias(pos, *held_by(encoding, held)))
-            told["biases"] = (*told.get("biases", signal.biases), Part(bias, _slope(encoding)))
+            part = Part(bias, _slope(encoding, bias))
+            told["biases"] = (*told.get("biases", signal.biases), part)
         if "scale" in encoding.sites():
             told["scale"] = told.get("scale", signal.scale) * encoding.scale(pos)
     return signal.but(**told)
@@ -266,13 +272,20 @@ def _graded(encoding: Encoding) -> bool:
     return type(encoding).slope_of is not Encoding.slope_of
 
 
-def _slope(encoding: Encoding) -> float | tuple[float, ...]:
+def _slope(encoding: Encoding, bias: Bias) -> float | tuple[float, ...]:
     """That of its layer, or of each layer if one encoding serves all."""
     if not _graded(encoding):
         return 1.0
-    if encoding.per_layer:
-        return encoding.slope_of(encoding.geometry.layer)
-    return tuple(map(encoding.slope_of, range(encoding.geometry.depth)))
+    if isinstance(bias, Contextual):
+        raise TypeError(f"{encoding.name}: a contextual bias takes no slope; multiply its vectors")
+    geometry = encoding.geometry
+    slopes = [encoding.slope_of(at) for at in ([geometry.layer] if encoding.per_layer else range(geometry.depth))]
+    for slope in slopes:
+        if not isinstance(slope, (int, float)):
+            raise TypeError(f"{encoding.name}: the slope of a layer must be a number, got {type(slope).__name__}")
+        if not 0 < slope < math.inf:
+            raise ValueError(f"{encoding.name}: the slope of a layer must be a number above 0, got {slope}")
+    return slopes[0] if encoding.per_layer else tuple(slopes)
 
 
 def _states(encoding: Encoding, promise: str) -> bool:
@@ -288,9 +301,12 @@ def _numbers(encoding: Encoding) -> list[Any] | None:
             found.append(replace(value, layer=0))
         elif isinstance(value, (type(None), bool, int, float, str)):
             found.append((name, value))
-        elif not isinstance(value, (Mapping, set)):  # in which modules keep parameters, buffers, parts, hooks
+        elif name not in _OF_MODULES:
             return None
     return found
+
+
+_OF_MODULES = frozenset(vars(nn.Module()))  # where modules keep parameters, buffers, parts, hooks
 
 
 def _constants(encodings: nn.Module, pos: Positions) -> list[Any] | None:

@@ -150,9 +150,10 @@ class Encoding(nn.Module):
     suite confirms each law that is declared and sees each one fail that is not.
     ``per_layer`` says that every block has its own instance; otherwise one serves all, computed once a forward.
     ``version`` goes up when the same spec and weights would give other numbers.
-    ``constant`` promises that what an encoding without weights returns follows from its plain attributes and the
-    positions alone, so that evaluation may keep it; ``by_frequencies`` that a rotary encoding's layers differ in
-    ``frequencies`` alone, so that all are made in one call. Neither is inherited.
+    ``constant`` promises that what an encoding without weights returns follows from its plain attributes (numbers and
+    strings; with others, such as lists, nothing is kept) and the positions alone, so that evaluation may keep it;
+    ``by_frequencies`` that a rotary encoding's layers differ in ``frequencies`` alone, so that all are made in one
+    call. Neither is inherited.
     ``zeros`` names parameters that, all at 0, make the encoding change nothing while they still learn.
     """
 
@@ -208,10 +209,10 @@ class Encoding(nn.Module):
         raise TypeError(f"{self.name} has no attention bias")
 
     def slope_of(self, layer: int) -> float:
-        """What the bias is multiplied by in a layer, above 0.
+        """What the bias, an ``OffsetTable`` or a ``PairBias``, is multiplied by in a layer: a number above 0 that does
+        not learn. Overridden in a class.
 
-        Layers that differ by such a number alone share one encoding, whose bias is made once a forward and held once;
-        it must be an ``OffsetTable`` or a ``PairBias``.
+        Layers that differ by such a number alone share one encoding, whose bias is made once a forward and held once.
         """
         return 1.0
 

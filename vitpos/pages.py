@@ -267,7 +267,8 @@ def _of_bias(encoding: Any, pos: Positions, centre: int, *held: Any) -> list[Pan
     bias = encoding.bias(Positions(pos.coords, pos.extent), *held)
     if isinstance(bias, Contextual):
         return [("bucket, query at the centre", bias.buckets[0, centre].float())]
-    values = bias.values[0, :, centre] * encoding.slope_of(encoding.geometry.depth - 1)  # [h, N]
+    layer = encoding.geometry.layer if encoding.per_layer else encoding.geometry.depth - 1
+    values = bias.values[0, :, centre] * encoding.slope_of(layer)  # [h, N]
     heads = sorted({round(k * (len(values) - 1) / 3) for k in range(4)})
     return [(f"bias, head {h}", values[h]) for h in heads]
 

@@ -145,7 +145,7 @@ class PositionMixin(Described):
             held = [self.own_of(block) for block in itertools.islice(self.blocks, depth)]
             signals = self.position("tell", pos, self.num_prefix_tokens, self.own(), held, attn_mask, is_causal)
         for layer, block in enumerate(itertools.islice(self.blocks, depth)):
-            told: Any = {self.signal_argument: None if silent else signals[layer]}
+            told: Any = {self.signal_argument: None if silent else signals.take(layer)}
             if self.grad_checkpointing and torch.is_grad_enabled():
                 x = checkpoint(kernels.settled(block), x, use_reentrant=False, **told)
             else:

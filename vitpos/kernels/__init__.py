@@ -6,7 +6,7 @@ bfloat16, ``attend_fused`` one whose mask no layer holds. Whoever calls them ask
 for when it says no. What was measured is in docs/speed.md, by benchmarks/kernels.py. Legend as in ``attention.py``.
 """
 
-from vitpos.kernels.attending import attend, attend_fused, attends_faster, explicit, remakes, sloped
+from vitpos.kernels.attending import attend, attend_fused, attends_faster, explicit, sloped, spares_memory
 from vitpos.kernels.dense import dense_bias, offsets
 from vitpos.kernels.memory import Memory
 from vitpos.kernels.rotating import backwards, cos_sin, rotated, split, turns, unit
@@ -23,10 +23,10 @@ __all__ = [
     "eager",
     "explicit",
     "offsets",
-    "remakes",
     "rotated",
     "settled",
     "sloped",
+    "spares_memory",
     "split",
     "turns",
     "unit",

@@ -1,4 +1,4 @@
-"""Attention whose bias learns, or has a slope, or is in bfloat16."""
+"""Attention whose bias learns, or has a slope or another dtype than q, or in bfloat16."""
 
 from __future__ import annotations
 
@@ -35,9 +35,13 @@ def _bfloat16_in_hardware() -> bool:
     return torch.cpu._is_avx512_bf16_supported()
 
 
-def sloped(bias: Tensor, slope: float) -> Tensor:
-    """``slope * bias``."""
-    return bias if slope == 1.0 else bias * slope
+def sloped(bias: Tensor, slope: float, total: Tensor | None = None) -> Tensor:
+    """``slope * bias``, added to ``total``."""
+    if total is None:
+        return bias if slope == 1.0 else bias * slope
+    if torch.compiler.is_compiling():  # which knows no alpha that a graph takes as an input
+        return total + bias * slope
+    return torch.add(total, bias, alpha=slope)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, slope: float = 1.0) -> Tensor:
@@ -138,8 +142,9 @@ class _Attend(torch.autograd.Function):
         return of_q, of_k, of_v, of_bias, None, None
 
 
-def remakes(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, slope: float) -> bool:
-    """Whether ``attend_fused`` may stand in for the fused kernel, and spares memory."""
+def spares_memory(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, slope: float) -> bool:
+    """Whether ``attend_fused`` may stand in for the fused kernel, and spares memory: the bias does not learn, and what
+    the kernel adds is not the bias itself but a multiple, or of another dtype."""
     if not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
         return False
     if bias.requires_grad or (slope == 1.0 and bias.dtype == q.dtype) or not eager(q, k, v, bias):

@@ -42,7 +42,7 @@ _settled = _Settled()
 
 def settled(block: Callable[..., Any]) -> Callable[..., Any]:
     """A block for checkpointing: when it is run again for the gradient, maybe under other modes than the first time, it
-    takes the same path, so that it keeps the same tensors."""
+    takes the same path, so that it keeps the same tensors. (A compiler sees to that itself, and takes no kernel.)"""
     if torch.compiler.is_compiling():
         return block
     choice = _undisturbed()
