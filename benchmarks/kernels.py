@@ -261,7 +261,7 @@ def memory(table: Table, repeats: int = 3) -> None:
     if not table.wants("memory"):
         return
     cells = []
-    for spec in ("timm none", "timm rpb", "rpb"):
+    for spec in ("timm none", "timm rpb", "rpb", "lookhere"):
         code = PEAK.format(here=sys.path[0], spec=spec, specs=[] if spec == "timm none" else [spec])
         peaks = [
             float(
