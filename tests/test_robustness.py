@@ -150,7 +150,7 @@ def test_memory_is_flat_over_many_sizes(name):
     run(100)
     tensors, peak = alive(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     run(100)
-    assert alive() == tensors
+    assert alive() <= tensors  # fewer, where an earlier test left some
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 20 * 1024  # kilobytes
 
 

@@ -21,7 +21,7 @@ def attends_faster(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> bool
     """Whether ``attend`` may stand in for the fused kernel, and was measured to be faster."""
     trains = torch.is_grad_enabled()
     if q.dtype == torch.bfloat16:
-        if q.shape[-2] > BRIEF[trains] or not _bfloat16_in_hardware():
+        if torch.compiler.is_compiling() or q.shape[-2] > BRIEF[trains] or not _bfloat16_in_hardware():
             return False
     elif not (trains and bias is not None and bias.requires_grad) or torch.is_autocast_enabled("cpu"):
         return False
