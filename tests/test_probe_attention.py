@@ -8,6 +8,7 @@ import torch
 from fakes import Constant, Squares
 from probing import OTHERS, encoded, other, probe, subject
 
+from vitpos.encodings.alibi2d import Alibi2d
 from vitpos.probes import attention
 
 GRID, PATCH = (3, 4), (4, 4)
@@ -185,6 +186,15 @@ def test_kernels_are_those_of_their_formulas():
     assert linear["anisotropy"] == pytest.approx(1)
     assert linear["rises"] == 0
     assert linear["aliasing"] is None
+
+
+def test_the_map_of_a_bias_has_the_slope_of_the_first_layer(monkeypatch):
+    model = encoded("alibi2d")
+    before = np.array(probe("attention", model, IMAGES)[0]["kernels"]["bias"]["map"])
+    monkeypatch.setattr(Alibi2d, "slope_of", lambda self, layer: 3.0 - layer)
+    sloped = np.array(probe("attention", model, IMAGES)[0]["kernels"]["bias"]["map"])
+    np.testing.assert_allclose(sloped, 3 * before, rtol=1e-6)
+    assert before.min() < -0.1
 
 
 def test_decay_and_norms_are_shown():

@@ -189,14 +189,6 @@ def test_parts_with_a_slope_each():
     assert Signal().bias is None
 
 
-def test_the_kernels_map_is_that_of_the_first_layer():
-    """What the attention probe shows."""
-    model = tiny("lookhere", (3, 5), 1)
-    told = model.position.tell(positions.grid(3, 5, dtype=torch.float64), 1, {}, [{}, {}], None, False)
-    free = told.take(0).expand().bias[0, 2]  # the free head of three
-    assert free[1, 2].item() == pytest.approx(-1.5 * 0.5)
-
-
 def test_figures_show_the_last_layer():
     title, last = pages.panels(vitpos.parse("lookhere"), (5, 5))[-1]
     slope = vitpos.encodings.lookhere.FREE_SLOPES[3]
