@@ -323,10 +323,11 @@ class PositionedAttention:
         """Softmax attention [B, h, queries, d] by the fused kernel or written out, as timm's switch says."""
         if self.fused_attn:
             dropout = self.attn_drop.p if self.training else 0.0
-            if not (dropout or plain) and kernels.attends_faster(q, k, v, bias):
-                return kernels.attend(q, k, v, bias, q.shape[-1] ** -0.5, slope)
-            if not (dropout or plain) and bias is not None and kernels.spares_memory(q, k, v, bias, slope):
-                return kernels.attend_fused(q, k, v, bias, slope)
+            if not (dropout or plain):
+                if kernels.attends_faster(q, k, v, bias):
+                    return kernels.attend(q, k, v, bias, q.shape[-1] ** -0.5, slope)
+                if bias is not None and kernels.spares_memory(q, k, v, bias, slope):
+                    return kernels.attend_fused(q, k, v, bias, slope)
             mask = None if bias is None else kernels.sloped(bias, slope).to(q.dtype)
             return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
         logits = (q * self.scale) @ k.transpose(-2, -1)

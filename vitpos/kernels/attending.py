@@ -65,10 +65,9 @@ def _soft(q: Tensor, k: Tensor, bias: Tensor | None, scale: float, slope: float)
 
 
 def _plain_gradients(
-    saved: tuple[Tensor, Tensor, Tensor, Tensor | None], scale: float, slope: float, grad: Tensor, learns: bool
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, slope: float, *, grad: Tensor, learns: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Of q, k, v and the bias in ``saved``, to be differentiated or batched."""
-    q, k, v, bias = saved
+    """Of q, k, v and, if it ``learns``, the bias, to be differentiated or batched."""
     soft = _soft(q, k, bias, scale, slope)
     change = grad @ v.mT
     change = soft * (change - (change * soft).sum(-1, keepdim=True))
@@ -114,7 +113,7 @@ class _Attend(torch.autograd.Function):
         q, k, v, bias, soft = ctx.saved_tensors
         needs, grad = ctx.needs_input_grad[:4], grad.transpose(1, 2)
         if torch.is_grad_enabled() or not eager(grad):  # the gradient is itself to be differentiated, or batched
-            return *_plain_gradients((q, k, v, bias), ctx.scale, ctx.slope, grad, needs[3]), None, None
+            return *_plain_gradients(q, k, v, bias, ctx.scale, ctx.slope, grad=grad, learns=needs[3]), None, None
         of_q, of_k, of_v = (q.new_empty(q.shape) for _ in range(3))
         of_bias = None
         if needs[3]:
@@ -174,7 +173,7 @@ class _Fused(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         q, k, v, bias, out, logsumexp = ctx.saved_tensors
         if torch.is_grad_enabled() or not eager(grad):  # the gradient is itself to be differentiated, or batched
-            return *_plain_gradients((q, k, v, bias), q.shape[-1] ** -0.5, ctx.slope, grad, False), None
+            return *_plain_gradients(q, k, v, bias, q.shape[-1] ** -0.5, ctx.slope, grad=grad, learns=False), None
         mask = sloped(bias, ctx.slope).to(q.dtype)
         gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, logsumexp, 0.0, False, attn_mask=mask
