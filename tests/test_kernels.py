@@ -169,17 +169,19 @@ def test_an_expanded_bias_takes_the_kernel_and_equals_the_compiled_path(grid, pr
 
 @pytest.mark.parametrize("chunk", [1, 700, 40_000, 10**6])  # some queries, heads, images at a time
 @pytest.mark.parametrize("shape", [(1, 3), (1, 1), (4, 3), (4, 1)])
-@pytest.mark.parametrize("tokens", [2, 13, 82])
-def test_attend(tokens, shape, chunk, monkeypatch):
+@pytest.mark.parametrize(
+    ("tokens", "width", "scale"), [(2, 32, 0.3), (82, 32, 0.3), (13, 64, 1 / 8), (78, 128, 128**-0.5)]
+)
+def test_attend(tokens, width, scale, shape, chunk, monkeypatch):
     monkeypatch.setattr(kernels.attending, "CHUNK", chunk)
-    q, k, v = (t.detach().transpose(1, 2).requires_grad_() for t in packed(tokens, 3, 32, batch=4).unbind(2))
+    q, k, v = (t.detach().transpose(1, 2).requires_grad_() for t in packed(tokens, 3, width, batch=4).unbind(2))
     bias = torch.randn(*shape, tokens, tokens, requires_grad=True)
-    agree(kernels.attend, kernels.explicit, q, k, v, bias, 0.3)
-    agree(kernels.attend, kernels.explicit, q, k, v, bias.detach(), 0.3)
-    agree(kernels.attend, kernels.explicit, q, k, v, None, 0.3)
+    agree(kernels.attend, kernels.explicit, q, k, v, bias, scale)
+    agree(kernels.attend, kernels.explicit, q, k, v, bias.detach(), scale)
+    agree(kernels.attend, kernels.explicit, q, k, v, None, scale)
     out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias)
-    assert apart(kernels.attend(q, k, v, bias, 32**-0.5), out) < FORWARD
-    assert apart(kernels.attend(q, k, v, -bias, 32**-0.5), out) > 1e-2
+    assert apart(kernels.attend(q, k, v, bias, width**-0.5), out) < FORWARD
+    assert apart(kernels.attend(q, k, v, -bias, width**-0.5), out) > 1e-2
 
 
 LAYOUTS = {  # of a bias in memory, as encodings and what they are added to leave it

@@ -53,6 +53,16 @@ def test_attend_fused(tokens, shape, dtype):
     assert apart(kernels.attend_fused(*given, bias, 0.5), expected) > 1e-3
 
 
+@pytest.mark.parametrize(("tokens", "width"), [(3, 32), (13, 64), (78, 128)])  # 78: a class token and 7 x 11 patches
+def test_attend_fused_is_the_fused_kernel_bit_for_bit(tokens, width):
+    """Which is as far from the exact values as the plain path is, and so up to twice as far from that."""
+    q, k, v = (t.detach().transpose(1, 2).requires_grad_() for t in packed(tokens, 2, width).unbind(2))
+    bias = torch.randn(1, 2, tokens, tokens)
+    outs = kernels.attend_fused(q, k, v, bias, 1.25), scaled_dot_product_attention(q, k, v, attn_mask=1.25 * bias)
+    ours, theirs = ([out, *torch.autograd.grad(out.sin().sum(), (q, k, v))] for out in outs)
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
 def test_gradients_of_gradients_of_attention_with_a_slope():
     given = [torch.randn(2, 2, 3, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
     bias = torch.randn(1, 2, 3, 3, dtype=torch.float64, requires_grad=True)
