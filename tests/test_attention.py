@@ -356,3 +356,17 @@ def test_a_bias_without_gradient_is_seen():
     rpb.bias = lambda pos: OffsetTable(rpb.table.detach())
     model(images((3, 5))).square().sum().backward()
     assert rpb.table.grad is None
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("spec", ["rope_axial", "rope_axial(free_prefix=True)", "rpb", "irpe", "lookhere + logn"])
+def test_a_mask_of_keys_is_a_mask_of_all_pairs(spec, fused):
+    model, x = fuse(tiny(spec, (3, 5), 1), fused), images((3, 5))
+    keys = torch.ones(2, 1, 1, 16, dtype=torch.bool)
+    keys[0, ..., 4:9] = keys[1, ..., 12] = False
+    out = model(x, attn_mask=keys)
+    torch.testing.assert_close(
+        out, model(x, attn_mask=keys.expand(-1, -1, 16, -1).contiguous()), atol=1e-12, rtol=1e-11
+    )
+    torch.testing.assert_close(out[:1], model(x[:1], attn_mask=keys[0, 0]), atol=1e-12, rtol=1e-11)
+    assert (out - model(x)).abs().max() > 1e-4

@@ -6,9 +6,10 @@ import weakref
 import pytest
 import torch
 from common import images, tiny
-from test_kernels import FORWARD, agree, apart, packed
+from test_kernels import FORWARD, GRADIENT, agree, apart, packed
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.flop_counter import FlopCounterMode
 
 import vitpos
 from vitpos import kernels, pages, positions
@@ -84,8 +85,24 @@ def test_the_mask_is_made_again_only_where_that_spares_memory():
     assert not kernels.spares_memory(*(t[:0] for t in (q, k, v)), bias, 1.25)
     with torch.no_grad():
         assert not kernels.spares_memory(q, k, v, bias, 1.25)
+    for learning in range(3):
+        some = [t if at == learning else t.detach() for at, t in enumerate((q, k, v))]
+        assert kernels.spares_memory(*some, bias, 1.25)
+    assert not kernels.spares_memory(q, k, v, bias.to("meta"), 1.25)
+    with FlopCounterMode(display=False):
+        assert not kernels.spares_memory(q, k, v, bias, 1.25)
     with sdpa_kernel(SDPBackend.MATH):
         assert not kernels.spares_memory(q, k, v, bias, 1.25)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_several_gradients_at_once():
+    q, k, v = attended(5)
+    bias = torch.randn(1, 2, 5, 5)
+    out, weights = kernels.attend_fused(q, k, v, bias, 1.25), torch.randn(3, 3, 2, 5, 32)
+    many = torch.autograd.grad(out, (q, k, v), weights, is_grads_batched=True, retain_graph=True)
+    one = torch.autograd.grad(out, (q, k, v), weights[1])
+    assert all(apart(a[1], b) < GRADIENT for a, b in zip(many, one, strict=True))
 
 
 MODELS = ["lookhere", "rope_mixed + lookhere", "lookhere + rpb", "alibi2d + lookhere", "lookhere + irpe"]

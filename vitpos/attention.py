@@ -304,6 +304,7 @@ class PositionedAttention:
         elif not apart:
             x = self._attend(rotation(q).to(v.dtype), rotation(k).to(v.dtype), v, bias, plain, slope)
         else:
+            bias = None if bias is None else bias.expand(*bias.shape[:-2], tokens, tokens)
             # Patches see each other rotated, and prefix keys (zero here) through logits supplied as a bias.
             to_prefix = self.scale * q[:, :, prefix:] @ k[:, :, :prefix].mT  # [B, h, N, P]
             supplied = F.pad(to_prefix, (0, tokens - prefix))
@@ -329,6 +330,8 @@ class PositionedAttention:
                 if bias is not None and kernels.spares_memory(q, k, v, bias, slope):
                     return kernels.attend_fused(q, k, v, bias, slope)
             mask = None if bias is None else kernels.sloped(bias, slope).to(q.dtype)
+            if kernels.transformed():  # some rules are not there for what the next line would choose
+                return torch._scaled_dot_product_attention_math(q, k, v, attn_mask=mask, dropout_p=dropout)[0]
             return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
         logits = (q * self.scale) @ k.transpose(-2, -1)
         logits = logits if bias is None else logits + kernels.sloped(bias, slope).to(q.dtype)

@@ -10,7 +10,7 @@ from vitpos.kernels.attending import attend, attend_fused, attends_faster, expli
 from vitpos.kernels.dense import dense_bias, offsets
 from vitpos.kernels.memory import Memory
 from vitpos.kernels.rotating import backwards, cos_sin, rotated, split, turns, unit
-from vitpos.kernels.when import eager, settled
+from vitpos.kernels.when import eager, settled, transformed
 
 __all__ = [
     "Memory",
@@ -28,6 +28,7 @@ __all__ = [
     "sloped",
     "spares_memory",
     "split",
+    "transformed",
     "turns",
     "unit",
 ]

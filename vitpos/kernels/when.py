@@ -33,6 +33,13 @@ def _undisturbed() -> bool:
     return forward_ad._current_level < 0
 
 
+def transformed() -> bool:
+    """Whether ``torch.func`` or forward-mode derivatives are at work, which PyTorch's fused attention knows in part."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
 class _Settled(threading.local):
     choice: bool | None = None
 
