@@ -3,6 +3,7 @@
 import pytest
 import torch
 from common import ENCODINGS, images, tiny
+from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vitpos import kernels
@@ -54,9 +55,13 @@ def test_gradients_of_gradients(spec):
     """PyTorch's fused attention has none: they are asked for as of any model, by its own switch."""
     x = images((3, 5))
     along = torch.randn_like(x)
-    with sdpa_kernel(SDPBackend.MATH):
-        ours = twice(end(model_of(spec)), x, along)
-    for a, b in zip(ours, twice(end(model_of(spec, fused=False)), x, along), strict=True):
+    function = end(model_of(spec))
+
+    def plain(x):
+        with sdpa_kernel(SDPBackend.MATH):
+            return function(x)
+
+    for a, b in zip(twice(plain, x, along), twice(end(model_of(spec, fused=False)), x, along), strict=True):
         close(a, b)
 
 
@@ -77,10 +82,41 @@ def test_derivatives_of_each_image_by_each_weight():
 def test_a_query_that_may_see_no_key():
     mask = torch.ones(16, 16, dtype=torch.bool)
     mask[3] = False
-    x = images((3, 5)).requires_grad_()
-    function = end(model_of("rope_axial"), attn_mask=mask)
+    model, x = model_of("rope_axial"), images((3, 5)).requires_grad_()
+
+    def function(x):
+        return model.forward_features(x, attn_mask=mask).square().mul(torch.linspace(-1, 1, 16)[:, None]).sum()
+
     (grad,) = torch.autograd.grad(function(x), x)
     close(torch.func.grad(function)(x.detach()), grad)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_forward_mode_by_hand(spec):
+    x = images((3, 5))
+    along = torch.randn_like(x)
+    grad, _ = twice(end(model_of(spec, fused=False)), x, along)
+    with forward_ad.dual_level():
+        dual = end(model_of(spec))(forward_ad.make_dual(x, along))
+        close(forward_ad.unpack_dual(dual).tangent, (grad * along).sum())
+
+
+def test_dropout_of_attention_under_a_transform():
+    model, x = model_of("rope_axial").train(), images((3, 5))
+    for block in model.blocks:
+        block.attn.attn_drop.p = 1.0
+        block.attn.proj.bias.data.zero_()
+    alone = x.clone()
+    alone[:, :, 2:] = 0  # what other patches hold does not reach the first one
+    tokens = [torch.func.vmap(model.forward_features, randomness="same")(given[:, None]) for given in (x, alone)]
+    close(*(t[:, 0, 1] for t in tokens))
+
+
+@pytest.mark.parametrize("spec", ["none", "rope_axial", "rpb", "lookhere"])
+def test_a_compiled_transform(spec):
+    x, function = images((3, 5)), end(model_of(spec))
+    compiled = torch.compile(torch.func.grad(function), backend="aot_eager", fullgraph=True)
+    close(compiled(x), torch.func.grad(function)(x))
 
 
 @pytest.mark.parametrize("transform", [lambda f: torch.func.grad(f), lambda f: lambda x: torch.func.jvp(f, (x,), (x,))])

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 def eager(*tensors: Tensor) -> bool:
     """Whether kernels may serve: plain tensors on a CPU, and nothing that records, compiles or transforms."""
-    if torch.compiler.is_compiling() or not (_undisturbed() if _settled.choice is None else _settled.choice):
+    if torch.compiler.is_compiling() or not (_undisturbed() if _settled.choice is None else _settled.choice[0]):
         return False
     for tensor in tensors:
         if type(tensor) not in _PLAIN or not tensor.is_cpu or torch._C._functorch.is_legacy_batchedtensor(tensor):
@@ -35,13 +35,13 @@ def _undisturbed() -> bool:
 
 def transformed() -> bool:
     """Whether ``torch.func`` or forward-mode derivatives are at work, which PyTorch's fused attention knows in part."""
-    if torch.compiler.is_compiling():
-        return False
+    if not torch.compiler.is_compiling() and _settled.choice is not None:
+        return _settled.choice[1]
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 class _Settled(threading.local):
-    choice: bool | None = None
+    choice: tuple[bool, bool] | None = None  # what ``_undisturbed`` and ``transformed`` said
 
 
 _settled = _Settled()
@@ -52,7 +52,7 @@ def settled(block: Callable[..., Any]) -> Callable[..., Any]:
     takes the same path, so that it keeps the same tensors. (A compiler sees to that itself, and takes no kernel.)"""
     if torch.compiler.is_compiling():
         return block
-    choice = _undisturbed()
+    choice = _undisturbed(), transformed()
 
     def run(*given: Any, **named: Any) -> Any:
         before, _settled.choice = _settled.choice, choice
