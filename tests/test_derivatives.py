@@ -96,9 +96,12 @@ def test_forward_mode_by_hand(spec):
     x = images((3, 5))
     along = torch.randn_like(x)
     grad, _ = twice(end(model_of(spec, fused=False)), x, along)
-    with forward_ad.dual_level():
-        dual = end(model_of(spec))(forward_ad.make_dual(x, along))
-        close(forward_ad.unpack_dual(dual).tangent, (grad * along).sum())
+    for checkpointing in (False, True):
+        model = model_of(spec)
+        model.set_grad_checkpointing(checkpointing)
+        with forward_ad.dual_level():
+            dual = end(model)(forward_ad.make_dual(x, along))
+            close(forward_ad.unpack_dual(dual).tangent, (grad * along).sum())
 
 
 def test_dropout_of_attention_under_a_transform():
