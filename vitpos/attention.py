@@ -304,8 +304,9 @@ class PositionedAttention:
         elif not apart:
             x = self._attend(rotation(q).to(v.dtype), rotation(k).to(v.dtype), v, bias, plain, slope)
         else:
+            # Patches see each other rotated, and prefix keys (zero here) through logits supplied as a bias. A mask may
+            # have been one of keys for all queries.
             bias = None if bias is None else bias.expand(*bias.shape[:-2], tokens, tokens)
-            # Patches see each other rotated, and prefix keys (zero here) through logits supplied as a bias.
             to_prefix = self.scale * q[:, :, prefix:] @ k[:, :, :prefix].mT  # [B, h, N, P]
             supplied = F.pad(to_prefix, (0, tokens - prefix))
             patches_bias = supplied if bias is None else supplied + bias[..., prefix:, :]

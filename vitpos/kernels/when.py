@@ -26,22 +26,24 @@ _PLAIN = (Tensor, nn.Parameter)
 
 
 def _undisturbed() -> bool:
-    if torch._C._is_tracing() or is_in_torch_dispatch_mode():
+    if torch._C._is_tracing() or is_in_torch_dispatch_mode() or torch._C._len_torch_function_stack():
         return False
-    if torch._C._are_functorch_transforms_active() or torch._C._len_torch_function_stack():
-        return False
-    return forward_ad._current_level < 0
+    return not _transforming()
 
 
 def transformed() -> bool:
     """Whether ``torch.func`` or forward-mode derivatives are at work, which PyTorch's fused attention knows in part."""
     if not torch.compiler.is_compiling() and _settled.choice is not None:
         return _settled.choice[1]
+    return _transforming()
+
+
+def _transforming() -> bool:
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 class _Settled(threading.local):
-    choice: tuple[bool, bool] | None = None  # what ``_undisturbed`` and ``transformed`` said
+    choice: tuple[bool, bool] | None = None  # what ``_undisturbed`` and ``_transforming`` said
 
 
 _settled = _Settled()
@@ -52,7 +54,7 @@ def settled(block: Callable[..., Any]) -> Callable[..., Any]:
     takes the same path, so that it keeps the same tensors. (A compiler sees to that itself, and takes no kernel.)"""
     if torch.compiler.is_compiling():
         return block
-    choice = _undisturbed(), transformed()
+    choice = _undisturbed(), _transforming()
 
     def run(*given: Any, **named: Any) -> Any:
         before, _settled.choice = _settled.choice, choice
