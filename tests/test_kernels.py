@@ -9,6 +9,7 @@ import timm
 import torch
 from common import images, tiny
 from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import vitpos
@@ -317,9 +318,11 @@ def test_kernels_step_aside():
         answers.append(kernels.eager(x))
     with FlopCounterMode(display=False):
         answers.append(kernels.eager(x))
+    with TorchFunctionMode():
+        answers.append(kernels.eager(x))
     answers.append(kernels.eager(x.to("meta")))
     assert answers == [False] * len(answers)
-    assert len(answers) >= 6
+    assert len(answers) >= 7
 
     @torch.compile(backend="eager", fullgraph=True)
     def compiled(t):
