@@ -105,6 +105,16 @@ def test_several_gradients_at_once():
     assert all(apart(a[1], b) < GRADIENT for a, b in zip(many, one, strict=True))
 
 
+def test_what_the_gradient_costs_is_counted():
+    """By the plain path: PyTorch counts nothing for the fused kernel on a CPU."""
+    q, k, v = attended(5)
+    out = kernels.attend_fused(q, k, v, torch.randn(1, 2, 5, 5), 1.25)
+    with FlopCounterMode(display=False) as counted:
+        torch.autograd.grad(out.sum(), (q, k, v))
+    product = 2 * (3 * 2 * 5 * 5 * 32)  # of 3 images, 2 heads, 5 by 5 tokens, 32 channels; five of them
+    assert counted.get_total_flops() == 5 * product
+
+
 MODELS = ["lookhere", "rope_mixed + lookhere", "lookhere + rpb", "alibi2d + lookhere", "lookhere + irpe"]
 
 
