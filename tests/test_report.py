@@ -219,7 +219,7 @@ def test_legend_holds_for_every_row_of_a_mixed_group():
     alone = report.groups(results(run("ape1d", "uniform")))[0]
     assert "as trained" not in figures.drawings(mixed, alone)[0].caption
     curves = figures.drawings(mixed, report.groups(mixed)[0])[1]
-    assert "Grey: none, none-home (trained home, seed 1)." in curves.caption
+    assert "Grey: none, run none-home (trained home, seed 1)." in curves.caption
 
 
 README = Path(__file__).parents[1] / "README.md"

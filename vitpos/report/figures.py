@@ -116,7 +116,7 @@ def _key(group: Group) -> str:
     lines = "Dashed: the control trained at uniform placement. " * any(r["placement"] == "uniform" for r in group.runs)
     lines += _seeds(group)
     if reference := _baseline(group):
-        lines += f"Grey: none{'' if 'seeds' in reference else ', ' + which(reference)}. "
+        lines += f"Grey: none{'' if 'seeds' in reference else ', run ' + which(reference)}. "
     if any("seeds" not in run for run in group.runs):
         lines += f"Bars{' of one seed' * bool(_seeds(group))}: 95% over images, for that model. "
     return f"{lines}Dotted: what always answering the most frequent class reaches."
