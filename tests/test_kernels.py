@@ -93,13 +93,24 @@ def test_gradients_of_gradients_of_split(layout):
     assert torch.autograd.gradgradcheck(run, (qkv, y, x))
 
 
+@pytest.mark.parametrize("each", [False, True])  # image has rotations of its own
+@pytest.mark.parametrize("cached", [100, 10**6])
 @pytest.mark.parametrize("layout", ["interleaved", "half"])
-def test_bfloat16_is_rotated_in_float32(layout):
+def test_bfloat16_is_rotated_in_float32(layout, cached, each, monkeypatch):
+    monkeypatch.setattr(kernels.rotating, "CACHED", cached)
     qkv = packed(16, 3, 32).detach().bfloat16().requires_grad_()
-    turn = turning(15, 1, 16).detach()
+    turn = turning(15, 1, 16, batch=2 if each else 1).detach()
     for ours, theirs in zip(*(gradients(f, qkv, turn, layout, 1) for f in (kernels.split, plain_split))):
         assert ours.dtype == torch.bfloat16
         assert torch.equal(ours, theirs)
+
+
+def test_turns_of_large_phases_are_nearer_to_exact_ones():
+    """A sum of phases is rounded before its cosine is taken; a product of two rotations is not."""
+    y, x = (torch.randn(2, side, 6) * 30 for side in (23, 29))
+    exact = kernels.cos_sin((y.double()[:, :, None] + x.double()[:, None]).flatten(1, 2))
+    plain = kernels.cos_sin((y[:, :, None] + x[:, None]).flatten(1, 2))
+    assert apart(kernels.turns(y, x), exact) < 5e-7 < FORWARD < apart(plain, exact)
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -220,6 +231,32 @@ def test_attend_in_bfloat16_adds_an_exact_bias(shape):
         assert apart(a.float(), b) < 0.03
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("learns", [True, False])
+def test_gradients_of_sharp_attention_are_as_exact_as_pytorchs(dtype, learns):
+    """A weight that rounds to 1 would leave of the gradient of its logit what rounding makes of it."""
+    k = torch.nn.functional.normalize(torch.randn(2, 3, 97, 32), dim=-1)
+    given = [t.to(dtype) for t in (k * 12 * 32**0.5, k, torch.randn(2, 3, 97, 32))]
+    bias, weight = torch.randn(1, 3, 97, 97) * 0.1, torch.randn(2, 3, 97, 32)
+
+    def errors(attention):
+        found = []
+        for kind in (torch.float64, dtype):
+            learned = [t.to(kind).requires_grad_() for t in given]
+            of_bias = bias.to(torch.promote_types(kind, torch.float32)).requires_grad_(learns)
+            out = attention(*learned, of_bias)
+            found.append(torch.autograd.grad(out, [*learned, *([of_bias] if learns else [])], weight.to(kind)))
+        return [((b.double() - a).norm() / a.norm()).item() for a, b in zip(*found, strict=True)]
+
+    def pytorchs(q, k, v, bias):
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias.to(q.dtype))
+
+    ours = errors(lambda q, k, v, bias: kernels.attend(q, k, v, bias, 32**-0.5))
+    for mine, theirs in zip(ours, errors(pytorchs), strict=True):
+        assert mine < 3 * theirs
+    assert (max(ours) < 5e-3) == learns  # else PyTorch's too are rough
+
+
 def test_a_memory_does_not_take_no_bias_of_prefix_tokens_for_another():
     memory, table = kernels.Memory(), torch.randn(2, 5, 9)
     with torch.no_grad():
@@ -306,6 +343,45 @@ def test_a_hook_on_the_projection_sees_what_it_projected():
     assert torch.equal(seen[-1], expected[-1])
 
 
+def test_a_hook_on_every_module_sees_what_the_projection_projected():
+    model, x = tiny("rope_axial", (3, 5), 0).float(), images((3, 5)).float()
+    plain, seen = {}, {}
+    for found in (plain, seen):  # of results as they are when they come, and as they are at the end
+
+        def keep(module, given, result, found=found):
+            if isinstance(module, torch.nn.Linear):
+                found[module] = result.detach().clone() if found is plain else result
+
+        with torch.nn.modules.module.register_module_forward_hook(keep):
+            model(x)
+    for block in model.blocks:
+        assert torch.equal(plain[block.attn.qkv], seen[block.attn.qkv])
+
+
+def test_a_projection_of_another_class_keeps_what_it_returned():
+    class Remembering(torch.nn.Linear):
+        def forward(self, x):
+            self.returned = super().forward(x)
+            self.copied = self.returned.detach().clone()
+            return self.returned
+
+    model = tiny("rope_axial", (3, 5), 0).float()
+    model.blocks[0].attn.qkv.__class__ = Remembering
+    model(images((3, 5)).float())
+    assert torch.equal(model.blocks[0].attn.qkv.returned, model.blocks[0].attn.qkv.copied)
+
+
+def test_training_after_inference_mode_on_a_new_grid():
+    """The index is made once, and what inference mode makes may not be part of a gradient."""
+    kernels.dense._index.cache_clear()
+    table = torch.randn(2, 5, 9, requires_grad=True)
+    with torch.inference_mode():
+        expected = kernels.dense_bias(table, None, 1)
+    out = kernels.dense_bias(table, None, 1)
+    out.sum().backward()
+    assert torch.equal(out, expected)
+
+
 def test_kernels_step_aside():
     x = torch.randn(3)
     answers = []
@@ -323,6 +399,10 @@ def test_kernels_step_aside():
     answers.append(kernels.eager(x.to("meta")))
     assert answers == [False] * len(answers)
     assert len(answers) >= 7
+    q, bias = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 5, requires_grad=True)
+    assert kernels.attends_faster(q, q, q, bias)
+    with torch.autocast("cpu"):  # which rounds what attention is given
+        assert not kernels.attends_faster(q, q, q, bias)
 
     @torch.compile(backend="eager", fullgraph=True)
     def compiled(t):

@@ -48,8 +48,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, s
     """softmax(scale q k^T + slope bias) v, [B, h, T, d], with a gradient for ``bias`` [1 | B, 1 | h, T, T] too.
 
     Written out piece by piece, where the fused kernel refuses a bias that learns. Logits and softmax are in float32 or
-    better; the softmax is kept, in q's dtype, for the gradient: [B, h, T, T]. At least one key must be allowed to each
-    query.
+    better; the softmax [B, h, T, T] is kept for the gradient, likewise where the bias learns, else in q's dtype: as
+    exact as what PyTorch has for either. At least one key must be allowed to each query.
     """
     return _Attend.apply(q, k, v, bias, scale, slope).transpose(1, 2)
 
@@ -87,9 +87,10 @@ class _Attend(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, slope: float) -> Tensor:
         batch, heads, tokens, width = q.shape
         ctx.scale, ctx.slope, learns = scale, slope, any(ctx.needs_input_grad)
-        soft = q.new_empty(batch, heads, tokens, tokens) if learns else None
-        out = q.new_empty(batch, tokens, heads, width)
         kind = torch.promote_types(q.dtype, torch.float32)
+        kept = kind if ctx.needs_input_grad[3] else q.dtype
+        soft = q.new_empty(batch, heads, tokens, tokens, dtype=kept) if learns else None
+        out = q.new_empty(batch, tokens, heads, width)
         with torch.autocast("cpu", enabled=False):
             for pairs, rows, (logits,) in _pieces(q, kind, scratch=1):
                 some = (*pairs, rows)
@@ -100,11 +101,11 @@ class _Attend(torch.autograd.Function):
                     base = _part(bias, some).to(kind).expand(shape).flatten(0, 1)
                 beta = 0 if bias is None else slope
                 torch.baddbmm(base, queries.to(kind), keys.to(kind).mT, beta=beta, alpha=scale, out=logits)
-                here = soft[some].flatten(0, 1) if soft is not None and kind == q.dtype else logits
+                here = soft[some].flatten(0, 1) if soft is not None and kept == kind else logits
                 torch.softmax(logits, dim=-1, out=here)
-                if kind != q.dtype:
-                    here = here.to(q.dtype) if soft is None else soft[some].flatten(0, 1).copy_(here)
-                out.transpose(1, 2)[some] = torch.bmm(here, values).view_as(q[some])
+                if soft is not None and kept != kind:
+                    here = soft[some].flatten(0, 1).copy_(here)
+                out.transpose(1, 2)[some] = torch.bmm(here.to(q.dtype), values).view_as(q[some])
         ctx.save_for_backward(q, k, v, bias, soft)
         return out
 
@@ -121,19 +122,23 @@ class _Attend(torch.autograd.Function):
             of_bias = (bias.new_empty if len(q) else bias.new_zeros)(bias.shape, dtype=kind)  # contiguous
         with torch.autocast("cpu", enabled=False):
             # The gradient of the logits is that of the bias, or is added to it from ``room``.
-            for pairs, rows, (of_soft, room) in _pieces(q, q.dtype, scratch=2):
+            for pairs, rows, (of_soft, room) in _pieces(q, soft.dtype, scratch=2):
                 some = (*pairs, rows)
                 queries, here, of_out = (t[some].flatten(0, 1) for t in (q, soft, grad))
                 keys, values = k[pairs].flatten(0, 1), v[pairs].flatten(0, 1)
-                torch.bmm(of_out, values.mT, out=of_soft)
+                if soft.dtype == q.dtype:
+                    torch.bmm(of_out, values.mT, out=of_soft)
+                else:
+                    of_soft.copy_(torch.bmm(of_out, values.mT))
                 part = None if of_bias is None else _part(of_bias, some)
                 first = bias is not None and all(s > 1 or pair.start == 0 for s, pair in zip(bias.shape, pairs))
-                in_place = first and part is not None and (part.shape, part.dtype) == (soft[some].shape, q.dtype)
+                in_place = first and part is not None and (part.shape, part.dtype) == (soft[some].shape, soft.dtype)
                 of_logits = room if part is None or not in_place else part.flatten(0, 1)
                 torch._softmax_backward_data(of_soft, here, -1, here.dtype, grad_input=of_logits)
                 if part is not None and not in_place:
                     summed = of_logits.view_as(soft[some]).sum_to_size(part.shape)
                     part.copy_(summed) if first else part.add_(summed)
+                of_logits, here = of_logits.to(q.dtype), here.to(q.dtype)
                 _product(of_q[some], of_logits, keys, ctx.scale)
                 _product(of_k[pairs], of_logits.mT, queries, ctx.scale, more=rows.start > 0)
                 _product(of_v[pairs], here.mT, of_out, more=rows.start > 0)
