@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 
 import hydra
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 from rich.console import Console
 
@@ -30,6 +31,7 @@ COMMAND = shlex.join(["python", Path(__file__).name, *sys.argv[1:]])
 def main(cfg: DictConfig) -> None:
     # what is asked for: refused here, before anything is loaded or written
     evaluation.check(cfg)
+    evaluation.check_read(cfg, HydraConfig.get().overrides.task)
     processes = parts.Processes()
     device = evaluation.device(cfg, processes)
     options = evaluation.options(cfg)

@@ -258,7 +258,8 @@ print(int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) /
 
 
 def memory(table: Table, repeats: int = 3) -> None:
-    if not table.wants("memory"):
+    title = "peak memory of training in MiB, Ti of 12 blocks, N=1025, B=1"
+    if not table.wants(title):
         return
     cells = []
     for spec in ("timm none", "timm rpb", "rpb", "lookhere"):
@@ -272,7 +273,6 @@ def memory(table: Table, repeats: int = 3) -> None:
             for _ in range(repeats)
         ]
         cells.append(f"{spec} {statistics.median(peaks):.0f} ({min(peaks):.0f}-{max(peaks):.0f})")
-    title = "peak memory of training in MiB, Ti of 12 blocks, N=1025, B=1"
     print(f"| {title} | {repeats} processes each | {'; '.join(cells)} |")
 
 

@@ -114,28 +114,27 @@ def test_runs_of_one_second_have_folders_of_their_own(tmp_path, monkeypatch):
     assert [p.name for p in made] == ["03-04-05-ape1d-s0", "03-04-05-ape1d-s0-2", "03-04-05-ape1d-s0-3"]
 
 
-def test_check_folder(tmp_path, monkeypatch):
+def test_check_folder(tmp_path):
     (tmp_path / "file").write_text("")
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "x").write_text("")
     (tmp_path / "empty").mkdir()
     run = config.typed(composed())
     for name, message in {
-        "file": "file, not a folder", "file/x/y": "file is a file, not a folder", "taken": "holds files already",
-        "z" * 300: "name too long",
+        "file": "file, expected a folder", "file/x/y": "file is a file, expected a folder",
+        "taken": "holds files already", "z" * 300: "name too long",
     }.items():  # fmt: skip
         run.out = str(tmp_path / name)
         with pytest.raises(ValueError, match=rf"^out=.*(?i:{message})"):
             config.check_folder(run)
+    (tmp_path / "empty" / ".saving-x").mkdir()  # by another process that tries the same
     for name in ("empty", "new/er"):
         run.out = str(tmp_path / name)
         config.check_folder(run)
-    with monkeypatch.context() as patch:
-        patch.setattr("os.access", lambda path, mode: path != tmp_path)
-        with pytest.raises(ValueError, match=f"{tmp_path} cannot be written to"):
-            config.check_folder(run)
-        run.resume, run.out = str(tmp_path), None
-        with pytest.raises(ValueError, match=r"^resume=.* cannot be written to"):
+    for key, path in (("out", "/proc/vitpos"), ("resume", "/proc/self")):  # where nobody can write, not root either
+        run.out, run.resume = None, None
+        setattr(run, key, path)
+        with pytest.raises(ValueError, match=rf"^{key}={path}: cannot write into /proc"):
             config.check_folder(run)
     assert not (tmp_path / "new").exists()
 
@@ -232,6 +231,8 @@ def test_quote_survives_hydras_grammar(text):
         ("data.root=/a=b (c)", False, "data.root='/a=b (c)'"),
         ("seed=0,1", True, "seed=0,1"),
         ("model.kwargs.qk_norm=true", False, "++model.kwargs.qk_norm=true"),
+        ("model.kwargs={patch_size:16}", False, "++model.kwargs={patch_size:16}"),
+        ("model.kwargsx=1", False, "model.kwargsx=1"),
         ("-m", True, "-m"),
     ],
 )

@@ -36,7 +36,7 @@ USER_ERRORS = (ValueError, TypeError, OSError, ModuleNotFoundError, HydraExcepti
 PATHS = STRINGS - {"pos", "compare.baseline"}
 SWEEP_FLAGS = ("-m", "--multirun")
 FAILURES = "VITPOS_FAILURES"  # in the environment: the file that names the runs of a sweep which failed
-OPEN = "model.kwargs."  # takes keys that the configuration does not hold yet
+OPEN = "model.kwargs"  # takes keys that the configuration does not hold yet
 OPENING, CLOSING = "([{", ")]}"
 
 
@@ -82,7 +82,7 @@ def _run(main: Callable[[], Any]) -> None:
         new_folders = [path for path in (sweep_folder, *sweep_folder.parents) if not path.exists()]
         words.append(f"hydra.sweep.dir={quote(str(sweep_folder))}")
         try:
-            config.check_writable("out", sweep_folder)
+            config.check_writable(f"out={sweep_folder}", sweep_folder)
         except ValueError as error:
             fail(explain(error))
     resumes = [word.partition("=")[2] for word in words if word.startswith("resume=")]
@@ -193,7 +193,7 @@ def prepare(word: str, sweeping: bool) -> str:
     "pos='none','rope_axial(theta=50, normalize=True) + ape1d'"
     """
     key, equals, value = word.partition("=")
-    if key.startswith(OPEN):
+    if f"{key}.".startswith(f"{OPEN}."):
         return f"++{word}"
     if not equals or key.lstrip("+") not in STRINGS or value in ("", "null") or value[0] in "'\"":
         return word

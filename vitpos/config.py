@@ -12,6 +12,7 @@ import itertools
 import math
 import os
 import re
+import tempfile
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -30,6 +31,7 @@ from vitpos import data, spec
 PRECISIONS = ("no", "bf16", "fp16")
 LOSSES = ("ce", "bce")
 AUTO = "auto"  # of resume: go on with the run in out=, or start it
+TRIAL = ".saving-"  # begins the name of what is written to see whether a folder can be
 # how and where, not what: a run may go on elsewhere, its data moved
 MOVABLE = (
     "out", "resume", "train.cpu", "train.threads", "train.sharding", "train.save_every", "train.nonfinite",
@@ -333,24 +335,27 @@ def new_folder(run: RunConfig) -> Path:
 def check_folder(run: RunConfig) -> None:
     """Raise ValueError where the run's folder cannot be written, or a new run's holds files already."""
     if run.resume is not None:
-        check_writable("resume", Path(run.resume))
+        check_writable(f"resume={run.resume}", Path(run.resume))
         return
     path = new_folder(run)
-    check_writable("out", path)
-    if path.is_dir() and any(path.iterdir()):
+    check_writable(f"out={path}", path)
+    if path.is_dir() and any(not found.name.startswith(TRIAL) for found in path.iterdir()):
         raise ValueError(f"out={path} holds files already; choose another folder, or continue its run with resume=")
 
 
-def check_writable(key: str, path: Path) -> None:
-    """Raise ValueError unless ``path`` is a folder that can be written, or can become one."""
+def check_writable(asked: str, path: Path) -> None:
+    """Raise ValueError unless ``path``, which was ``asked`` for, is a folder that can be written, or can become one."""
     try:
-        nearest = next(p for p in (path, *path.parents) if p.exists())
+        at = next(p for p in (path, *path.parents) if p.exists())
     except OSError as error:
-        raise ValueError(f"{key}={path} cannot be used: {error.strerror}") from None
-    if not nearest.is_dir():
-        raise ValueError(f"{key}={path} cannot be used: {nearest} is a file, not a folder")
-    if not os.access(nearest, os.W_OK | os.X_OK):
-        raise ValueError(f"{key}={path} cannot be used: {nearest} cannot be written to")
+        raise ValueError(f"{asked} cannot be used: {error.strerror}") from None
+    if not at.is_dir():
+        raise ValueError(f"{asked}: {at} is a file, expected a folder")
+    try:
+        with tempfile.TemporaryDirectory(dir=at, prefix=TRIAL):
+            pass
+    except OSError as error:
+        raise ValueError(f"{asked}: cannot write into {at} ({error.strerror}); name another folder") from None
 
 
 def suggest(key: str, known: DictConfig) -> str:

@@ -11,7 +11,6 @@ import platform
 import re
 import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -30,6 +29,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 import vitpos
 from vitpos import compare, preemption, probes, significance
 from vitpos.composition import Position
+from vitpos.config import check_writable
 from vitpos.parts import Parts, Processes
 from vitpos.sources import Source, data_keys, find_runs, from_checkpoint, from_timm, label_of, roots_of, weights_of
 from vitpos.spec import REGISTRY, parse
@@ -43,6 +43,8 @@ KINDS: dict[str, tuple[type, ...]] = {  # of the keys of configs/eval.yaml
     "compare.baseline": (str, type(None)), "compare.metrics": (list, str, type(None)),
     "compare.margin": (float, int, type(None)), "compare.interval": (str,),
 }  # fmt: skip
+SOURCES = {"checkpoint": "checkpoint", "runs": "runs", "model": "timm_model", "results": "results"}  # word: key
+STORED = ("out", "compare", "tensorboard", "threads", "device")  # what goes with results=
 WORDS = {"timm_model": "model"}  # keys that the command line calls otherwise
 EVERY = 60  # seconds between lines of progress where there is no terminal
 PACKAGES = ("torch", "timm", "numpy", "scipy", "statsmodels", "kornia")
@@ -102,12 +104,31 @@ def check(cfg: DictConfig) -> None:
                     raise ValueError(f"model_args.{key}={value} must be 1 or more")
 
 
+def check_read(cfg: DictConfig, given: Sequence[str]) -> None:
+    """Refuse (ValueError) a word KEY=VALUE of the command line that this evaluation would not read."""
+    asked = _asked(cfg)
+    for word in given:
+        key = word.partition("=")[0].lstrip("+~")
+        group = key.partition(".")[0]
+        if cfg.results is not None and group not in (*STORED, *SOURCES.values()):
+            raise ValueError(
+                f"{key}= does not go with results=, which reads what was decided before, without a model; only "
+                f"{', '.join(STORED)} do. Evaluate again by checkpoint=, runs= or model="
+            )
+        if group in probes.names() and group not in asked:
+            raise ValueError(f"{key}=: {group} is not among the probes to run, which are {', '.join(asked)}")
+
+
+def _asked(cfg: DictConfig) -> list[str]:
+    """The names of the probes to run."""
+    asked: Any = cfg.probes
+    return probes.default_names() if asked is None else [asked] if isinstance(asked, str) else list(asked)
+
+
 def options(cfg: DictConfig) -> dict[str, dict[str, Any]]:
     """The probes to run, each with its options."""
-    asked: Any = cfg.probes
-    names = probes.default_names() if asked is None else [asked] if isinstance(asked, str) else list(asked)
     found = {}
-    for name in names:
+    for name in _asked(cfg):
         probes.get(str(name))
         given: Any = OmegaConf.to_container(cfg, resolve=True)[name]  # type: ignore[call-overload, index]
         if not isinstance(given, dict):
@@ -140,8 +161,7 @@ def select(cfg: DictConfig, device: str, processes: Processes) -> tuple[list[tup
 
     Models are loaded one at a time. Everything that can be refused without loading is refused here.
     """
-    keys = {"checkpoint": "checkpoint", "runs": "runs", "model": "timm_model", "results": "results"}
-    given = [name for name, key in keys.items() if cfg[key] is not None]
+    given = [name for name, key in SOURCES.items() if cfg[key] is not None]
     if len(given) != 1:
         found = " and ".join(given) or "none"
         raise ValueError(f"give one of checkpoint=RUN, runs=FOLDER, model=TIMM_NAME, results=FOLDER; got {found}")
@@ -213,15 +233,8 @@ def _apart(labels: list[str]) -> list[str]:
 
 def claim(folder: Path, asked: str) -> None:
     """Refuse a folder for results (ValueError) that cannot be written, or holds more than an earlier evaluation."""
-    at = next(path for path in (folder, *folder.parents) if path.exists())
-    if not at.is_dir():
-        raise ValueError(f"{asked}: {at} is a file, expected a folder")
-    try:
-        with tempfile.TemporaryDirectory(dir=at, prefix=".saving-"):
-            pass
-    except OSError as error:
-        raise ValueError(f"{asked}: cannot write into {at} ({error.strerror}); give another out=FOLDER") from None
-    if at != folder or _is_evaluation(folder):
+    check_writable(asked, folder)
+    if not folder.exists() or _is_evaluation(folder):
         return
     # An evaluation that was broken off has no results.json of its own yet.
     parts = [path for path in folder.iterdir() if path.name != "predictions.npz" and not path.name.startswith(".")]

@@ -111,7 +111,7 @@ def resolve_sizes(sizes: Any, kind: str, native: Size, patch: Size) -> list[Size
     for size in sizes:
         pair = (size, size) if isinstance(size, int) else tuple(size) if isinstance(size, list | tuple) else ()
         if len(pair) != 2 or not all(isinstance(s, int) for s in pair):
-            raise ValueError(f"a size is a side or a [height, width] pair in pixels, got {size!r}")
+            raise ValueError(f"resolution.{kind}: a size is a side or a [height, width] pair in pixels, got {size!r}")
         check_size(pair, patch)
         pairs.append(pair)
     if kind == "canvas" and any(h < native[0] or w < native[1] for h, w in pairs):
