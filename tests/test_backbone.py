@@ -716,3 +716,41 @@ def test_replicas_run(name):
     assert torch.equal(replica(x), model(x))
     replica(x).sum().backward()
     assert all(p.grad is not None for p in model.blocks.parameters())
+
+
+@pytest.mark.parametrize("wrap", ["compiled", "features_only", "both"])
+def test_what_takes_a_model_looks_through_a_wrapper(wrap):
+    """Each call does to the model inside what it does to the model itself, and returns what it was given."""
+
+    def make():
+        torch.manual_seed(0)
+        given = {} if wrap == "compiled" else {"features_only": True, "out_indices": (0, 1)}
+        model = vitpos.create_model(TIMM, pos="rope_axial + ape1d", **SMALL, **given).eval()
+        return model, model if wrap == "features_only" else torch.compile(model, backend="eager")
+
+    def bare(model):
+        return model if wrap == "compiled" else model.model
+
+    x = torch.randn(1, 3, 64, 48)
+    calls = [
+        (lambda m: vitpos.set_resize(m, "interpolate"), "interpolate + interpolate"),
+        (lambda m: vitpos.convert(m, "rope_mixed"), "rope_mixed + ape1d"),
+        (lambda m: vitpos.attach(m, "rope_mixed + rpb", preserve=True), "rope_mixed + rpb + fading(ape1d)"),
+        (lambda m: vitpos.set_fade(m, 0.5), 0.5),
+        (lambda m: vitpos.attach(m, "rpb", preserve=False), "rpb"),
+    ]
+    (inside, outside), (alone, _) = make(), make()
+    for call, expected in calls:
+        before = outside(x)
+        with torch.random.fork_rng():
+            assert call(outside) is outside
+        with torch.random.fork_rng():
+            call(bare(alone))
+        position = backbone.position_of(outside)
+        assert position is bare(inside).position
+        found = (str(position.spec), vitpos.resize_policy(outside), position.fading and vitpos.fade_of(outside))
+        assert expected in found
+        after = outside(x)
+        torch.testing.assert_close(after, alone(x))  # compiled, it rotates by other means
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(after, before)  # what the last call did

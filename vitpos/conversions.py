@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from vitpos import easing, positions
 from vitpos.attention import PositionedAttention
-from vitpos.backbone import position_of
+from vitpos.backbone import position_of, unwrapped
 from vitpos.backbone.parts import Attention
 from vitpos.composition import Position
 from vitpos.encoding import Contextual, Encoding, OffsetBias, OffsetTable
@@ -53,7 +53,8 @@ def convert(model: nn.Module, target: str) -> nn.Module:
     another encoding, so that a basis does not fold; for a bias with infinite entries. Nothing is then changed.
     TypeError for a model without an encoding of vitpos.
     """
-    position = position_of(model)
+    given, model = model, unwrapped(model)
+    position = position_of(given)
     names = position.spec.names
     conversion = CONVERSIONS.get(target)
     one = {encoding.name: encoding for encoding in position.encodings()}  # of all layers, whose options are the same
@@ -86,7 +87,7 @@ def convert(model: nn.Module, target: str) -> nn.Module:
             _fold(block, basis)
     model.position = changed
     describe_for_timm(model)
-    return model
+    return given
 
 
 def _in_block(position: Position, layer: int) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from vitpos.backbone.models import (
     VisionTransformerRelPos,
 )
 from vitpos.backbone.preserving import fade_of, set_fade
-from vitpos.backbone.resizing import position_of, resize_policy, set_resize
+from vitpos.backbone.resizing import position_of, resize_policy, set_resize, uncompiled, unwrapped
 
 __all__ = [
     "Beit",
@@ -36,4 +36,6 @@ __all__ = [
     "resize_policy",
     "set_fade",
     "set_resize",
+    "uncompiled",
+    "unwrapped",
 ]

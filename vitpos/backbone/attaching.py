@@ -19,6 +19,7 @@ from vitpos.backbone.models import BLOCKS, MODELS
 from vitpos.backbone.native import OWN, ROTARY
 from vitpos.backbone.parts import PARTS, PATCH_EMBEDS, attentions_of, not_a_multiple
 from vitpos.backbone.preserving import begin, changed, freeze_fading, preserved, redrawn
+from vitpos.backbone.resizing import unwrapped
 from vitpos.composition import Position, check_combination, flat_tables
 from vitpos.encoding import Geometry
 from vitpos.hub import describe_for_timm
@@ -82,7 +83,7 @@ def create_model(
     weights = find_weights(name, kwargs) if trained else None
     wanted, size = _sizes(name, kwargs, weights, checkpoint_grid) if trained else (None, None)
     model = _build(name, kwargs if wanted is None else {**kwargs, "img_size": size})
-    target: Any = model if type(model) in MODELS else getattr(model, "model", model)  # features_only wraps it
+    target = unwrapped(model)
     if kwargs.get("img_size") is not None and not kwargs.get("dynamic_img_pad") and type(target) in MODELS:
         size, step = wanted or target.patch_embed.img_size, target.patch_embed.feat_ratio(as_scalar=False)
         if any(side % s for side, s in zip(size, step)):
@@ -146,6 +147,8 @@ def _keeps_tables(model: Any, spec: Spec) -> bool:
 def attach(model: nn.Module, pos: str | Spec, *, preserve: bool | None = None) -> nn.Module:
     """Exchange the position encoding of a timm vision transformer, in place, and return the model.
 
+    A compiled model and one of ``features_only`` are seen through, as by all functions of vitpos that take a model.
+
     ``native`` keeps what the model has and changes no logit at its own size; what else it has of its own (an
     absolute table, rotary tables, biases) goes away unless ``pos`` names it. An absolute table that goes first
     leaves its rows for class and register tokens in those tokens. ``ape1d`` keeps the model's table.
@@ -160,7 +163,7 @@ def attach(model: nn.Module, pos: str | Spec, *, preserve: bool | None = None) -
     Raises TypeError for a model of a kind that is not served, with the class that is in the way and why; ValueError
     for a spec that makes no sense or does not fit the model. Nothing is then changed.
     """
-    _attach(model, parse(pos), trained=True, preserve=preserve)
+    _attach(unwrapped(model), parse(pos), trained=True, preserve=preserve)
     return model
 
 

@@ -1,9 +1,10 @@
-"""The encodings of a model, and the resize policies in force."""
+"""The encodings of a model, also behind a wrapper, and the resize policies in force."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from timm.models._features import FeatureGetterNet
 from torch import nn
 
 from vitpos.composition import Position
@@ -38,8 +39,23 @@ def set_resize(model: nn.Module, policy: str) -> nn.Module:
 
 
 def position_of(model: Any) -> Position:
-    """The encodings of a model; TypeError if vitpos gave it none."""
-    position = getattr(model, "position", None)
-    if not isinstance(position, Position):
-        raise TypeError(f"{type(model).__name__} has no vitpos encoding; attach one with vitpos.attach(model, spec)")
-    return position
+    """The encodings of a model, compiled and ``features_only`` too; TypeError if vitpos gave it none."""
+    position = getattr(unwrapped(model), "position", None)
+    if isinstance(position, Position):
+        return position
+    for name, part in model.named_modules() if isinstance(model, nn.Module) else ():
+        if isinstance(getattr(unwrapped(part), "position", None), Position):
+            kind = type(model).__name__
+            raise TypeError(f"{kind} has no vitpos encoding itself; pass model.get_submodule({name!r}), which has one")
+    raise TypeError(f"{type(model).__name__} has no vitpos encoding; attach one with vitpos.attach(model, spec)")
+
+
+def unwrapped(model: Any) -> Any:
+    """The model that is inside ``torch.compile``, timm's ``features_only`` or both; else the model itself."""
+    model = uncompiled(model)
+    return uncompiled(model.model) if isinstance(model, FeatureGetterNet) else model
+
+
+def uncompiled(model: Any) -> Any:
+    """What ``torch.compile`` has wrapped, or the model itself."""
+    return getattr(model, "_orig_mod", model)
