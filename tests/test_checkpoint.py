@@ -1,11 +1,16 @@
+import copy
 import json
+import pickle
 
 import pytest
 import timm
 import torch
-from common import SPECS, images, tiny
+from common import SPECS, images, randomize_, tiny
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from timm.models._features import FeatureGetterNet
+from timm.utils import ModelEmaV3
+from torch import nn
 
 import vitpos
 from vitpos.spec import REGISTRY
@@ -166,3 +171,149 @@ def test_a_model_that_can_have_no_encoding_is_saved_as_it_is(tmp_path):
     assert (card["architecture"], card["pos"], card["grid"]) == ("resnet10t", "native", [])
     model.bn1.reset_running_stats()
     assert not torch.equal(again(x), model(x))
+
+
+SMALL = {"img_size": (48, 80), "embed_dim": 48, "num_heads": 4}
+
+
+def same(ours, theirs):
+    return len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
+
+
+def features(pos, out_indices=(0, 2), depth=4, **kwargs):
+    """Feature maps: timm prunes the model, which then gets its encoding."""
+    torch.manual_seed(0)
+    kwargs = {**SMALL, "depth": depth, "features_only": True, "out_indices": out_indices, **kwargs}
+    return randomized(vitpos.create_model("vit_tiny_patch16_224", pos=pos, **kwargs))
+
+
+def named_features(encoding, **kwargs):
+    """Feature maps of a name in timm's registry: timm prunes the model with its encoding."""
+    torch.manual_seed(0)
+    kwargs = {**SMALL, "depth": 4, "features_only": True, **kwargs}
+    return randomized(timm.create_model(f"vitpos_tiny_patch16_224_{encoding}", **kwargs))
+
+
+def randomized(model):
+    randomize_(model.model.double())
+    return model.float().eval()
+
+
+MAPS = {
+    "as in the README": lambda: named_features("rope_axial"),
+    "a name, pruned": lambda: named_features("lookhere", out_indices=(0, 1)),
+    "all blocks": lambda: features("rope_axial + ape1d", 4),
+    "pruned": lambda: features("lookhere", (0, 1)),
+    "from the end": lambda: features("rpb", (-3,)),
+    "one channel": lambda: features("rope_mixed", in_chans=1),
+    "the generic name": lambda: randomized(
+        timm.create_model(
+            "vitpos_model", architecture="vit_tiny_patch16_224", pos="cpe", features_only=True, depth=3, **SMALL
+        )
+    ),
+    "timm's own rotation by layer, pruned": lambda: randomized(
+        vitpos.create_model(
+            "vit_small_patch16_rope_mixed_224", features_only=True, out_indices=(0, 1), depth=4, **SMALL
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("key", MAPS)
+@pytest.mark.parametrize("through", [lambda model: model, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_feature_maps_round_trip(key, through, tmp_path):
+    model = through(MAPS[key]())
+    again = vitpos.load(vitpos.save(model, tmp_path / "m.safetensors"))
+    assert isinstance(again, FeatureGetterNet)
+    assert again.model.position.resolved == model.model.position.resolved
+    assert again.out_indices == model.out_indices
+    assert again.feature_info.channels() == model.feature_info.channels()
+    assert again.feature_info.module_name() == model.feature_info.module_name()
+    for size in [(48, 80), (64, 48)]:
+        x = torch.randn(2, model.in_chans, *size)
+        assert same(again(x), model(x))
+    for old, new in zip(model.state_dict().values(), again.state_dict().values()):
+        assert old.dtype == new.dtype
+    x = torch.randn(2, model.in_chans, 48, 80)
+    assert same(vitpos.load(vitpos.save(again, tmp_path / "n.safetensors"))(x), model(x))
+    with torch.no_grad():
+        again.model.blocks[0].attn.proj.bias.add_(1)
+    assert not same(again(x), model(x))
+
+
+def test_feature_maps_keep_what_was_set_later(tmp_path):
+    model = features("ape1d + rpb")
+    model.model.set_input_size(img_size=(64, 64), patch_size=8)
+    model.out_indices, model.output_fmt = [1], "NLC"
+    again = vitpos.load(vitpos.save(model, tmp_path / "m.safetensors"))
+    assert again.model.position.geometry.grid == (3, 5)
+    assert again.model.patch_embed.img_size == (64, 64)
+    assert timm.data.resolve_input_data_config(again)["input_size"] == (3, 64, 64)
+    x = torch.randn(1, 3, 64, 64)
+    assert again(x)[0].shape == (1, 64, 48)
+    assert same(again(x), model(x))
+
+
+def test_timms_feature_maps_are_saved_as_they_are(tmp_path):
+    torch.manual_seed(0)
+    model = timm.create_model("vit_tiny_patch16_224", features_only=True, out_indices=(0, 2), depth=4, **SMALL).eval()
+    path = vitpos.save(model, tmp_path / "m.safetensors")
+    x = torch.randn(1, 3, 48, 80)
+    assert same(vitpos.load(path)(x), model(x))
+    assert vitpos.read_card(path)["grid"] == []
+    vitpos.attach(model.model, "rpb", preserve=False)
+    path = vitpos.save(model, path)
+    assert same(vitpos.load(path)(x), model(x))
+    assert vitpos.read_card(path)["pos"] == "rpb"
+    edited = {**vitpos.read_card(path), "features": {}}
+    save_file(load_file(path), path, metadata={"vitpos": json.dumps(edited)})
+    with pytest.raises(ValueError, match="cannot rebuild the model: 'depth'"):
+        vitpos.load(path)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "inside"),
+    [
+        (lambda model: nn.Sequential(model, nn.Linear(7, 2)), "0"),
+        (lambda model: nn.Sequential(nn.Sequential(model)), "0.0"),
+        (ModelEmaV3, "module"),
+        (nn.DataParallel, "module"),
+        (lambda model: nn.Sequential(features("rope_axial")), "0"),
+        (lambda model: nn.DataParallel(torch.compile(model, backend="eager")), "module"),
+    ],
+)
+def test_a_wrapper_does_not_lose_an_encoding(wrap, inside, tmp_path):
+    wrapped = wrap(tiny("rope_axial").float())
+    wrapped.pretrained_cfg = {"architecture": "vit_tiny_patch16_224"}  # which timm's wrappers have
+    words = rf"{type(wrapped).__name__} has no vitpos encoding itself; pass model\.get_submodule\('{inside}'\)"
+    with pytest.raises(TypeError, match=words):
+        vitpos.save(wrapped, tmp_path / "m.safetensors")
+    with pytest.raises(TypeError, match=words):
+        vitpos.set_resize(wrapped, "interpolate")
+    vitpos.save(wrapped.get_submodule(inside), tmp_path / "m.safetensors")
+
+
+def test_maps_that_were_not_made_by_name_are_refused(tmp_path):
+    model = FeatureGetterNet(tiny("rope_axial").float(), [0])
+    with pytest.raises(ValueError, match="not made by name"):
+        vitpos.save(model, tmp_path / "m.safetensors")
+
+
+def test_a_compiled_model_is_saved_as_itself(tmp_path):
+    model = tiny("rope_axial + ape1d").float()
+    x = images((4, 6), dtype=torch.float32)
+    expected = model(x)
+    compiled = torch.compile(model, backend="eager")
+    plain = vitpos.save(model, tmp_path / "plain.safetensors").read_bytes()
+    path = vitpos.save(compiled, tmp_path / "m.safetensors")
+    assert path.read_bytes() == plain
+    assert torch.equal(vitpos.load(path)(x), expected)
+    model.blocks[1] = torch.compile(model.blocks[1], backend="eager")
+    assert vitpos.save(model, path).read_bytes() == plain
+    maps = features("rope_axial")
+    plain = vitpos.save(maps, path).read_bytes()
+    assert vitpos.save(torch.compile(maps, backend="eager"), path).read_bytes() == plain
+    maps.model = torch.compile(maps.model, backend="eager")
+    assert vitpos.save(maps, path).read_bytes() == plain
+    with pytest.raises(TypeError, match="no vitpos encoding; attach one"):
+        vitpos.save(torch.compile(timm.create_model("vit_tiny_patch16_224", depth=1)), path)

@@ -10,6 +10,7 @@ import json
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,11 @@ from safetensors.torch import save as serialize
 from timm.models import get_model_args
 from torch import nn
 
-from vitpos.backbone import position_of
+from vitpos.backbone import position_of, uncompiled, unwrapped
 from vitpos.backbone.models import MODELS as TIMM
+from vitpos.composition import Position
 from vitpos.hub import backbone_args, timm_name
-from vitpos.names import rebuild, rebuild_plain
+from vitpos.names import features_of, rebuild, rebuild_features, rebuild_plain
 from vitpos.spec import lookup, shortened
 
 FORMAT = "vitpos/1"
@@ -45,7 +47,8 @@ def save(
 
     ``preprocessing`` holds mean, std, img_size and in_chans; ``extra`` anything that JSON can hold.
     A timm model that can have no vitpos encoding, such as a ResNet, is saved as it is (its card's grid is empty).
-    Raises TypeError for one that could have one and has none, ValueError for one that cannot be rebuilt by name.
+    A compiled model is saved as itself, one of ``features_only`` as what it is. Raises TypeError for a model that could
+    have an encoding and has none or is another wrapper around one, ValueError for one that cannot be rebuilt by name.
     """
     path = Path(path)
     if path.is_dir():
@@ -61,7 +64,8 @@ def save(
         text = json.dumps(card)
     except TypeError as error:
         raise ValueError(f"the model's card cannot be written as JSON: {error}") from None
-    weights = {key: value.detach().contiguous().cpu() for key, value in model.state_dict().items()}
+    state = {key.replace("_orig_mod.", ""): value for key, value in model.state_dict().items()}  # (torch.compile's)
+    weights = {key: value.detach().contiguous().cpu() for key, value in state.items()}
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".saving-") as folder:
         whole = Path(folder) / path.name
@@ -72,18 +76,25 @@ def save(
 
 def described(model: nn.Module) -> dict[str, Any]:
     """The part of a card that `built` makes the model from. Raises as `save` does."""
-    position = position_of(model) if type(model) in TIMM or hasattr(model, "position") else None
+    model, inner = uncompiled(model), unwrapped(model)
+    holds = any(isinstance(part, Position) for part in model.modules())
+    position = position_of(model) if holds or type(model) in TIMM else None
+    features = features_of(model) if holds and inner is not model else None
     architecture = timm_name(model)
     if not architecture:
         raise ValueError("the model was not made by name (vitpos.create_model), so it cannot be rebuilt from a file")
-    if position is not None and len(model.blocks) != position.geometry.depth:  # type: ignore[arg-type]
+    if position is not None and features is None and len(inner.blocks) != position.geometry.depth:
         raise ValueError(
-            f"the model was pruned to {len(model.blocks)} of {position.geometry.depth} blocks, so it cannot be "  # type: ignore[arg-type]
+            f"the model was pruned to {len(inner.blocks)} of {position.geometry.depth} blocks, so it cannot be "
             "rebuilt by name; save its state_dict() instead"
         )
+    args = get_model_args(model)
+    if features is not None:  # set_input_size of the model inside does not tell the one around it
+        args |= {key: value for key, value in get_model_args(inner).items() if key in ("img_size", "patch_size")}
     return {
         "architecture": architecture,
-        "model_args": backbone_args(get_model_args(model)),
+        "model_args": backbone_args(args),
+        "features": features,
         "pos": "native" if position is None else str(position.spec),
         "pos_resolved": "native" if position is None else position.resolved,
         "versions": {} if position is None else {name: lookup(name).version for name in position.spec.names},
@@ -94,9 +105,11 @@ def described(model: nn.Module) -> dict[str, Any]:
 
 def built(card: Mapping[str, Any]) -> nn.Module:
     """The model that a card describes, without its weights. ValueError where it cannot be built."""
+    features = card.get("features")  # older cards do not say
+    build: Any = rebuild if features is None else partial(rebuild_features, features=features)
     try:
         model: Any = (
-            rebuild(
+            build(
                 card["architecture"],
                 card["pos_resolved"],
                 grid=card["grid"],
@@ -107,7 +120,7 @@ def built(card: Mapping[str, Any]) -> nn.Module:
             else rebuild_plain(card["architecture"], **card["model_args"])
         )
         return model.to(getattr(torch, card["dtype"]))
-    except (TypeError, ValueError, AssertionError, RuntimeError, AttributeError) as error:
+    except (TypeError, ValueError, AssertionError, RuntimeError, AttributeError, LookupError) as error:
         raise ValueError(f"cannot rebuild the model: {error}") from None
 
 

@@ -14,10 +14,12 @@ from typing import Any
 
 import timm
 import torch
+from timm.layers import Format
 from timm.models import build_model_with_cfg, get_model_args, get_pretrained_cfg, register_model
+from timm.models._input import update_model_input_size
 from torch import Tensor, nn
 
-from vitpos.backbone import attach, create_model, position_of
+from vitpos.backbone import attach, create_model, position_of, unwrapped
 from vitpos.backbone.loading import find_weights, source_grid, without_loading, without_sizes
 from vitpos.hub import BASES, GENERIC, backbone_args, describe_for_timm, timm_name
 from vitpos.spec import list_encodings, lookup, parse
@@ -54,13 +56,42 @@ def rebuild(
     if grid is None:
         return build(**kwargs)
     with torch.device("meta"):
-        nominal: Any = timm.create_model(architecture, **kwargs).patch_embed
+        nominal = unwrapped(timm.create_model(architecture, **kwargs)).patch_embed
     if tuple(nominal.grid_size) == tuple(grid):
         return build(**kwargs)
     size = tuple(cells * step for cells, step in zip(grid, nominal.feat_ratio(as_scalar=False)))
-    model: Any = build(**{**kwargs, "img_size": size})
-    model.set_input_size(img_size=nominal.img_size)
+    model = build(**{**kwargs, "img_size": size})
+    unwrapped(model).set_input_size(img_size=nominal.img_size)
+    if unwrapped(model) is not model:
+        update_model_input_size(model, nominal.img_size)
     return model
+
+
+def rebuild_features(architecture: str, pos: str, features: Mapping[str, Any], **kwargs: Any) -> nn.Module:
+    """Likewise with timm's ``features_only``, as ``features_of`` describes it.
+
+    The encoding counts the blocks that there were when it was attached, before or after timm pruned the others.
+    """
+    depth, blocks = features["depth"], features["blocks"]
+    model: Any = rebuild(architecture, pos, **{**kwargs, "features_only": True, "out_indices": [depth - 1]})
+    if blocks < depth:
+        model.model.prune_intermediate_layers([blocks - 1], prune_norm=True)
+    model.out_indices = features["out_indices"]
+    model.feature_info = model.feature_info.from_other(features["out_indices"])
+    model.output_fmt, model.norm = Format(features["output_fmt"]), features["norm"]
+    return model
+
+
+def features_of(model: Any) -> dict[str, Any]:
+    """What ``rebuild_features`` needs to know of a model with ``features_only`` besides its arguments."""
+    inner = unwrapped(model)
+    return {
+        "depth": position_of(model).geometry.depth,
+        "blocks": len(inner.blocks),
+        "out_indices": list(model.out_indices),
+        "output_fmt": Format(model.output_fmt).value,
+        "norm": model.norm,
+    }
 
 
 def rebuild_plain(architecture: str, **kwargs: Any) -> nn.Module:
@@ -145,7 +176,7 @@ def _build(name: str, architecture: str, pos: str, pretrained: bool, **kwargs: A
         feature_cfg={"out_indices": kwargs.pop("out_indices", 3), "feature_cls": "getter"},
         **kwargs,
     )
-    inner: Any = model if hasattr(model, "position") else model.model
+    inner = unwrapped(model)
     if pretrained and parse(saved) != parse(pos):
         attach(inner, pos)
     describe_for_timm(inner)
