@@ -448,6 +448,8 @@ def test_resize_policies_switch_in_place():
     with pytest.raises(ValueError, match="ape1d does not offer the resize policy 'extrapolate'; it knows interpolate"):
         vitpos.set_resize(mixed, "extrapolate")
     assert vitpos.resize_policy(mixed) == "extrapolate + interpolate"
+    with pytest.raises(TypeError, match="int has no vitpos encoding"):
+        vitpos.set_resize(3, "interpolate")
     with pytest.raises(TypeError, match="no vitpos encoding"):
         vitpos.resize_policy(timm_model())
     assert vitpos.resize_policy(tiny("none")) == "-"

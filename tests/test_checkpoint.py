@@ -315,5 +315,6 @@ def test_a_compiled_model_is_saved_as_itself(tmp_path):
     assert vitpos.save(torch.compile(maps, backend="eager"), path).read_bytes() == plain
     maps.model = torch.compile(maps.model, backend="eager")
     assert vitpos.save(maps, path).read_bytes() == plain
+    assert vitpos.attach(maps, "rpb", preserve=False) is maps
     with pytest.raises(TypeError, match="no vitpos encoding; attach one"):
         vitpos.save(torch.compile(timm.create_model("vit_tiny_patch16_224", depth=1)), path)

@@ -62,8 +62,7 @@ def rebuild(
     size = tuple(cells * step for cells, step in zip(grid, nominal.feat_ratio(as_scalar=False)))
     model = build(**{**kwargs, "img_size": size})
     unwrapped(model).set_input_size(img_size=nominal.img_size)
-    if unwrapped(model) is not model:
-        update_model_input_size(model, nominal.img_size)
+    update_model_input_size(model, nominal.img_size)  # which may be around it
     return model
 
 
@@ -73,9 +72,9 @@ def rebuild_features(architecture: str, pos: str, features: Mapping[str, Any], *
     The encoding counts the blocks that there were when it was attached, before or after timm pruned the others.
     """
     depth, blocks = features["depth"], features["blocks"]
-    model: Any = rebuild(architecture, pos, **{**kwargs, "features_only": True, "out_indices": [depth - 1]})
+    model: Any = rebuild(architecture, pos, **{**kwargs, "out_indices": [depth - 1]})
     if blocks < depth:
-        model.model.prune_intermediate_layers([blocks - 1], prune_norm=True)
+        model.model.prune_intermediate_layers([blocks - 1])
     model.out_indices = features["out_indices"]
     model.feature_info = model.feature_info.from_other(features["out_indices"])
     model.output_fmt, model.norm = Format(features["output_fmt"]), features["norm"]
