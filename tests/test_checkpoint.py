@@ -244,10 +244,11 @@ def test_feature_maps_round_trip(key, through, tmp_path):
 def test_feature_maps_keep_what_was_set_later(tmp_path):
     model = features("ape1d + rpb")
     model.model.set_input_size(img_size=(64, 64), patch_size=8)
-    model.out_indices, model.output_fmt = [1], "NLC"
+    model.out_indices, model.output_fmt, model.norm = [1], "NLC", True
     again = vitpos.load(vitpos.save(model, tmp_path / "m.safetensors"))
     assert again.model.position.geometry.grid == (3, 5)
     assert again.model.patch_embed.img_size == (64, 64)
+    assert again.norm
     assert timm.data.resolve_input_data_config(again)["input_size"] == (3, 64, 64)
     x = torch.randn(1, 3, 64, 64)
     assert again(x)[0].shape == (1, 64, 48)
