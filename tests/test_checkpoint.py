@@ -135,6 +135,10 @@ def test_a_pruned_model_is_refused(tmp_path):
     model.prune_intermediate_layers([0])
     with pytest.raises(ValueError, match="pruned to 1 of 2 blocks"):
         vitpos.save(model, tmp_path / "m.safetensors")
+    features = vitpos.create_model("vit_tiny_patch16_224", "rope_axial", features_only=True, out_indices=[0], depth=2)
+    with pytest.raises(ValueError, match="pruned to 1 of 2 blocks"):  # before the encoding was attached
+        vitpos.save(features.model, tmp_path / "m.safetensors")
+    assert not (tmp_path / "m.safetensors").exists()
 
 
 @pytest.mark.parametrize("path", ["", ".", "folder"])

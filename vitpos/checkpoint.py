@@ -83,9 +83,10 @@ def described(model: nn.Module) -> dict[str, Any]:
     architecture = timm_name(model)
     if not architecture:
         raise ValueError("the model was not made by name (vitpos.create_model), so it cannot be rebuilt from a file")
-    if position is not None and features is None and len(inner.blocks) != position.geometry.depth:
+    made, left = (len(inner.feature_info), len(inner.blocks)) if position is not None else (0, 0)
+    if features is None and left != made:
         raise ValueError(
-            f"the model was pruned to {len(inner.blocks)} of {position.geometry.depth} blocks, so it cannot be "
+            f"the model was pruned to {left} of {made} blocks, so it cannot be "
             "rebuilt by name; save its state_dict() instead"
         )
     args = get_model_args(model)
