@@ -33,6 +33,7 @@ from vitpos.states import State, whole
 
 CONFIG, NONFINITE = "config.yaml", "nonfinite.json"
 PACKAGES = ("vitpos", "torch", "timm", "torchvision", "accelerate", "numpy", "scikit-learn")
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class RunFolder:
@@ -341,7 +342,8 @@ class RunFolder:
         except OSError as error:
             kept = "nothing was saved before"
             if self.latest is not None:
-                kept = f"{self.latest.name}, saved before, is whole; make room, then resume={self.path} goes on"
+                mend = "make room" if error.errno in FULL else "mend that"
+                kept = f"{self.latest.name}, saved before, is whole; {mend}, then resume={self.path} goes on"
             raise OSError(f"cannot write to {self.path}: {error.strerror or error}; {kept}") from None
 
     def _write(self, name: str, content: str) -> None:

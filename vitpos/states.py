@@ -135,20 +135,15 @@ def _load(module: nn.Module, stored: dict[str, Tensor]) -> None:
 
 
 class _Hashing(io.BufferedWriter):
-    """A new file that hashes what is written to it, and keeps the error that torch would make unreadable."""
+    """A new file that hashes what is written to it."""
 
     def __init__(self, path: Path):
         super().__init__(io.FileIO(path, "wb"))
         self.hash = hashlib.sha256()
-        self.error: OSError | None = None
 
     def write(self, content: Any) -> int:
         self.hash.update(content)
-        try:
-            return super().write(content)
-        except OSError as error:
-            self.error = error
-            raise
+        return super().write(content)
 
 
 def write(folder: Path, step: int, state: dict[str, Any]) -> Path:
@@ -158,8 +153,8 @@ def write(folder: Path, step: int, state: dict[str, Any]) -> Path:
         with _Hashing(temporary) as file:
             try:
                 torch.save(state, file)
-            except RuntimeError:
-                raise (file.error or OSError("torch cannot write it")) from None
+            except RuntimeError as error:  # torch's own hides what was raised while it wrote: a full disk, a signal
+                raise (error.__context__ or error) from None
             file.flush()
             os.fsync(file.fileno())
         path = folder / f"state-{step:08d}-{file.hash.hexdigest()[:DIGEST]}.pt"
