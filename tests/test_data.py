@@ -2,6 +2,9 @@ import multiprocessing
 import os
 import pickle
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from urllib.error import URLError
 
@@ -13,6 +16,7 @@ from timm.data.transforms_factory import transforms_imagenet_eval
 
 from vitpos import data, seeds
 from vitpos.data.decoded import _posterize
+from vitpos.data.workers import read_batches
 
 CIFAR10 = os.environ.get("VITPOS_CIFAR10")
 IMAGENETTE = os.environ.get("VITPOS_IMAGENETTE")
@@ -402,15 +406,85 @@ def test_folder_streams_what_batch_gives(tmp_path, workers):
     assert torch.equal(x, ds.batch(batches[0]))
 
 
-def test_interrupts_leave_workers_alone(tmp_path):
-    """Ctrl-C in a terminal reaches them too; the main process decides."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_signals_leave_workers_alone(tmp_path, number):
+    """Ctrl-C in a terminal reaches them too, and so may a scheduler's signal; the main process decides."""
     ds = folder(make_tree(tmp_path, ("train", "val"), images=30), workers=2)
     found = 0
     for x, _ in ds.iterate(data.eval_batches(len(ds), 4)):
-        for worker in multiprocessing.active_children() if found == 0 else ():
-            os.kill(worker.pid, signal.SIGINT)
+        if found == 0:
+            pids = [str(worker.pid) for worker in multiprocessing.active_children()]
+            subprocess.run(["kill", f"-{number.value}", *pids], check=True)
         found += len(x)
     assert found == len(ds)
+
+
+def test_signals_leave_a_worker_alone_that_starts(tmp_path, monkeypatch):
+    """PyTorch has it die of SIGTERM by then."""
+    ds = folder(make_tree(tmp_path, ("train", "val")), workers=1)
+    handling = torch.utils.data._utils.signal_handling
+    begin = handling._set_worker_signal_handlers
+    told = lambda: (begin(), os.kill(os.getpid(), signal.SIGTERM))  # noqa: E731
+    monkeypatch.setattr(handling, "_set_worker_signal_handlers", told)
+    assert sum(len(x) for x, _ in ds.iterate(data.eval_batches(len(ds), 4))) == len(ds)
+
+
+def stuck(item: int) -> torch.Tensor:
+    if item:
+        time.sleep(600)
+    return torch.zeros(1)
+
+
+def test_the_main_process_ends_a_stuck_worker():
+    """As PyTorch and multiprocessing do, which then wait for it; nobody else ends it."""
+    batches = read_batches(stuck, [[0], [1], [1]], workers=1, pin_memory=False)
+    next(batches)
+    (worker,) = multiprocessing.active_children()
+    subprocess.run(["kill", str(worker.pid)], check=True)
+    worker.join(0.5)
+    assert worker.is_alive()
+    worker.terminate()
+    worker.join(60)
+    assert worker.exitcode == 0
+
+
+KILLED = """
+import multiprocessing, os, signal, sys, time
+import torch
+from vitpos.data.workers import read_batches
+
+def read(item):
+    if item == 3:
+        time.sleep(600)
+    return torch.zeros(1)
+
+batches = read_batches(read, [[i] for i in range(9)], 2, False)
+next(batches)
+print(*(worker.pid for worker in multiprocessing.active_children()), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.slow
+def test_no_worker_outlives_a_killed_main_process():
+    """One that waits ends itself; one that is stuck does so when anyone says so."""
+    with subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, text=True) as main:
+        left, until = main.stdout.readline().split(), time.monotonic() + 60
+        assert main.wait() == -signal.SIGKILL
+        assert len(left) == 2
+        while len(left) > 1 and time.monotonic() < until:
+            left = [pid for pid in left if is_running(pid)]
+        assert len(left) == 1
+        os.kill(int(left[0]), signal.SIGTERM)
+        while is_running(left[0]) and time.monotonic() < until:
+            pass
+        assert not is_running(left[0])
+
+
+def is_running(pid: str) -> bool:
+    time.sleep(0.1)
+    state = subprocess.run(["ps", "-o", "stat=", pid], capture_output=True, text=True, check=False).stdout
+    return state[:1] not in ("", "Z")
 
 
 def test_an_interrupt_while_a_worker_starts_is_not_lost(tmp_path):

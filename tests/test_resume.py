@@ -9,6 +9,7 @@ import resource
 import shutil
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pandas as pd
@@ -298,6 +299,46 @@ def test_no_space_left_on_device(monkeypatch, tmp_path, capsys, whole):
     assert contents("run") == contents("whole")
 
 
+@pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt, OSError])
+@pytest.mark.parametrize("call", [1, 5, 44])  # of torch's: in and outside of what it hides errors of
+def test_what_is_raised_while_a_state_is_written_stays_itself(monkeypatch, tmp_path, kind, call):
+    state, calls, write = {"a": torch.zeros(1000), "b": torch.ones(100)}, [], states._Hashing.write
+    error = kind("what happened")
+
+    def failing(self, content):
+        calls.append(1)
+        if len(calls) == call:
+            raise error
+        return write(self, content)
+
+    monkeypatch.setattr(states._Hashing, "write", failing)
+    with pytest.raises(kind) as caught:
+        states.write(tmp_path, 3, state)
+    assert caught.value is error
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_torch_cannot_save_is_in_its_own_words(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch, "save", lambda *_: (_ for _ in ()).throw(RuntimeError("no such storage")))
+    with pytest.raises(RuntimeError, match="no such storage"):
+        states.write(tmp_path, 3, {})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_only_a_full_disk_needs_room(monkeypatch, capsys):
+    write = states.write
+
+    def failing(folder, step, state):
+        if step > 1:
+            raise OSError(errno.EIO, "Input/output error")
+        return write(folder, step, state)
+
+    monkeypatch.setattr(states, "write", failing)
+    assert train(monkeypatch, "out=run", "train.save_every=1", *SMALL) == 2
+    kept = f"{latest().name}, saved before, is whole; mend that, then resume=run goes on"
+    assert one_line(capsys) == f"error: cannot write to run: Input/output error; {kept}\n"
+
+
 # signals of a scheduler
 
 
@@ -326,6 +367,30 @@ def test_the_same_command_again_goes_on(monkeypatch, capsys, whole):
     assert "the run in run has seed=0, not 3; choose another out=" in one_line(capsys)
     assert train(monkeypatch, "resume=auto") == 2
     assert "name that with out=FOLDER" in one_line(capsys)
+
+
+def terminated(step: int, words: list[str]) -> None:
+    """In a process of its own: trains until every process of its group is sent SIGTERM, as by ``timeout``."""
+    os.setsid()
+    with pytest.MonkeyPatch.context() as patch:
+        at_step(patch, step, lambda: subprocess.run(["sh", "-c", "kill -TERM 0"], check=False))
+        sys.exit(train(patch, *words, tiny=False))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("step", "saved"), [(6, 5), (4, 4)])  # in the second epoch; in the evaluation of the first
+def test_a_signal_to_every_process_of_a_run(monkeypatch, step, saved):
+    """The processes that read images leave the answer to the main one."""
+    make_folder(Path("images"))
+    words = [*FOLDER, "train.epochs=2", "data.workers=2"]
+    process = multiprocessing.get_context("spawn").Process(target=terminated, args=(step, [*words, "out=run"]))
+    process.start()
+    process.join(180)
+    assert process.exitcode == 75
+    assert saved_steps()[-1] == saved
+    assert train(monkeypatch, "resume=run", tiny=False) == 0
+    assert train(monkeypatch, "out=whole", *words, tiny=False) == 0
+    assert contents("run") == contents("whole")
 
 
 @pytest.mark.slow

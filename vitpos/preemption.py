@@ -54,14 +54,20 @@ def handling(handler: Any, *numbers: int) -> Iterator[dict[int, Any]]:
             signal.signal(number, previous)
 
 
+def requests() -> list[int]:
+    """The signals that ask for an end after the step in hand, the gravest last."""
+    numbers: list[int] = [signal.SIGTERM, signal.SIGUSR1]
+    if "SUBMITIT_EXECUTOR" in os.environ:
+        numbers.append(signal.Signals[f"SIG{os.environ.get('SUBMITIT_PREEMPT_SIGNAL', 'USR2')}"])
+    return numbers
+
+
 class Request:
     """As a context manager: signals of a scheduler are noted, not obeyed. ``number`` is the gravest one's, or None."""
 
     def __init__(self) -> None:
         self.number: int | None = None
-        self.numbers: list[int] = [signal.SIGTERM, signal.SIGUSR1]
-        if "SUBMITIT_EXECUTOR" in os.environ:
-            self.numbers.append(signal.Signals[f"SIG{os.environ.get('SUBMITIT_PREEMPT_SIGNAL', 'USR2')}"])
+        self.numbers = requests()
 
     def __enter__(self) -> Request:
         self.stack = contextlib.ExitStack()

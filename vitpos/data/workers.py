@@ -1,9 +1,12 @@
-"""Images read in worker processes; errors and interrupts reach the user once, in the main process."""
+"""Images read in worker processes; errors and signals reach the user once, in the main process."""
 
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
+import os
 import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -26,7 +29,7 @@ def read_batches(
         num_workers=workers,
         collate_fn=_collate,
         pin_memory=pin_memory,
-        worker_init_fn=_ignore_interrupts,
+        worker_init_fn=_obey_the_main_process,
     )
     with _signals_wait():
         batches = iter(loader)
@@ -49,20 +52,44 @@ class _Reader(torch.utils.data.Dataset):
 
 @contextlib.contextmanager
 def _signals_wait() -> Iterator[None]:
-    """Signals that end a run are handled after the block: an exception raised while a process forks is lost."""
+    """Signals that end a run are handled after the block: an exception raised while a process forks is lost.
+
+    Processes that start in it begin with SIGTERM blocked, so that none reaches one before it is ready for it.
+    """
     arrived: list[int] = []
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
     try:
         with preemption.handling(lambda number, _: arrived.append(number), *numbers):
-            yield
+            blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+            try:
+                yield
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     finally:
         if arrived:
             signal.raise_signal(arrived[0])
 
 
-def _ignore_interrupts(worker: int) -> None:
-    """Ctrl-C reaches every process of a terminal; the main one ends its workers."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _obey_the_main_process(worker: int) -> None:
+    """Ctrl-C reaches every process of a terminal, and a scheduler may signal every process of a job: the main one
+    alone answers, and ends its workers. Where one is stuck, or an error leaves no other way, it does so by SIGTERM.
+    """
+    for number in {signal.SIGINT, *preemption.requests()} - {signal.SIGTERM}:
+        signal.signal(number, signal.SIG_IGN)
+    main = multiprocessing.parent_process()
+    if main is None or not hasattr(signal, "sigwaitinfo"):  # on macOS SIGTERM ends it, whoever sends it
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+        return
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # a handler in Python is not told who sent it
+    threading.Thread(target=_end_when_told, args=(main.pid,), daemon=True).start()
+
+
+def _end_when_told(main: int) -> None:
+    """By the main process, or by anyone when that is dead."""
+    parent = os.getppid()
+    while signal.sigwaitinfo([signal.SIGTERM]).si_pid != main and os.getppid() == parent:
+        pass
+    os._exit(0)
 
 
 def _collate(items: list[Tensor | Exception]) -> Tensor | Exception:
