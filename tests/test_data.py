@@ -515,6 +515,16 @@ def test_an_interrupt_while_workers_end_is_not_lost(tmp_path, monkeypatch):
         list(ds.iterate(data.eval_batches(len(ds), 4)))
 
 
+def test_workers_have_ended_before_the_last_batch_is_used(tmp_path):
+    """Who takes no more would leave their end to __del__, in which a signal is lost."""
+    ds = folder(make_tree(tmp_path, ("train", "val")), workers=1)
+    stream = ds.iterate([torch.arange(4), torch.arange(4)])
+    next(stream)
+    assert multiprocessing.active_children()
+    next(stream)
+    assert not multiprocessing.active_children()
+
+
 def test_greyscale_images_become_rgb(tmp_path):
     root = make_tree(tmp_path, ("train", "val"))
     Image.new("L", (32, 32), 128).save(root / "val" / "ant" / "0.png")

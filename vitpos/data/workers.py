@@ -33,9 +33,11 @@ def read_batches(
     )
     with _signals_wait():
         batches = iter(loader)
-    for images in batches:
+    for number, images in enumerate(batches, 1):
         if isinstance(images, Exception):
             raise images
+        if number == len(wanted):
+            next(batches, None)  # ends the workers here; else __del__ may, where signals are lost
         yield images
 
 
