@@ -105,12 +105,14 @@ def test_bfloat16_is_rotated_in_float32(layout, cached, each, monkeypatch):
         assert torch.equal(ours, theirs)
 
 
-def test_turns_of_large_phases_are_nearer_to_exact_ones():
-    """A sum of phases is rounded before its cosine is taken; a product of two rotations is not."""
+def test_turns_of_large_phases():
+    """Also where a sum of phases would be rounded, before its cosine is taken, by more than is allowed."""
     y, x = (torch.randn(2, side, 6) * 30 for side in (23, 29))
     exact = kernels.cos_sin((y.double()[:, :, None] + x.double()[:, None]).flatten(1, 2))
-    plain = kernels.cos_sin((y[:, :, None] + x[:, None]).flatten(1, 2))
-    assert apart(kernels.turns(y, x), exact) < 5e-7 < FORWARD < apart(plain, exact)
+    for turns in (kernels.turns, kernels.rotating.plain_turns):
+        assert apart(turns(y, x), exact) < 5e-7
+    assert apart(kernels.cos_sin((y[:, :, None] + x[:, None]).flatten(1, 2)), exact) > FORWARD
+    agree(kernels.turns, kernels.rotating.plain_turns, y.requires_grad_(), x.requires_grad_())
 
 
 @pytest.mark.parametrize("count", [1, 3])

@@ -177,9 +177,17 @@ def turns(y: Tensor, x: Tensor, units: tuple[Tensor, Tensor] | None = None) -> T
     From H + W of each instead of H W, by the product of complex numbers; ``units`` are ``unit`` of both, if known.
     """
     if not eager(y, x):
-        return cos_sin((y.unsqueeze(-2) + x.unsqueeze(-3)).flatten(-3, -2))
+        return plain_turns(y, x)
     of_y, of_x = units or (unit(y), unit(x))
     return _Turns.apply(y, x, of_y, of_x) if torch.is_grad_enabled() else _turns(of_y, of_x)
+
+
+def plain_turns(y: Tensor, x: Tensor) -> Tensor:
+    """The plain path of ``turns``, in real numbers. (A sum of phases would be rounded before its cosine is taken.)"""
+    of_y, of_x = cos_sin(y).unsqueeze(-3), cos_sin(x).unsqueeze(-4)  # [1 | h, H, 1, pairs, 2], [1 | h, 1, W, pairs, 2]
+    (cos_y, sin_y), (cos_x, sin_x) = of_y.unbind(-1), of_x.unbind(-1)
+    turn = torch.stack([cos_y * cos_x - sin_y * sin_x, sin_y * cos_x + cos_y * sin_x], dim=-1)
+    return turn.flatten(-4, -3)
 
 
 @torch.no_grad()
