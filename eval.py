@@ -31,10 +31,10 @@ COMMAND = shlex.join(["python", Path(__file__).name, *sys.argv[1:]])
 def main(cfg: DictConfig) -> None:
     # what is asked for: refused here, before anything is loaded or written
     evaluation.check(cfg)
-    evaluation.check_read(cfg, HydraConfig.get().overrides.task)
     processes = parts.Processes()
     device = evaluation.device(cfg, processes)
     options = evaluation.options(cfg)
+    evaluation.check_read(cfg, HydraConfig.get().overrides.task)
     models, out = evaluation.select(cfg, device, processes)
     provenance = evaluation.provenance(COMMAND, cfg, device)
     about = {"schema": report.SCHEMA, "provenance": provenance}

@@ -1,3 +1,4 @@
+import gc
 import multiprocessing
 import os
 import pickle
@@ -523,6 +524,23 @@ def test_workers_have_ended_before_the_last_batch_is_used(tmp_path):
     assert multiprocessing.active_children()
     next(stream)
     assert not multiprocessing.active_children()
+
+
+def test_workers_have_ended_after_a_bad_image():
+    """Not when garbage is collected at last, which would wait for each of them."""
+    gc.disable()
+    try:
+        with pytest.raises(ValueError, match="bad"):
+            list(read_batches(bad_below_zero, [[1], [-1], [3]], 2, False))
+        assert not multiprocessing.active_children()
+    finally:
+        gc.enable()
+
+
+def bad_below_zero(number):
+    if number < 0:
+        raise ValueError("bad")
+    return torch.zeros(2)
 
 
 def test_greyscale_images_become_rgb(tmp_path):

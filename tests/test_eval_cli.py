@@ -314,6 +314,8 @@ def test_random_weights_are_the_same_again():
         (["checkpoint={run}", "translation.step=1"], "did you mean translation.steps"),
         (["checkpoint={run}", "checkpont=1"], "did you mean checkpoint"),
         (["checkpoint={run}", "probes=[shortcuts]"], "unknown probe"),
+        (["checkpoint={run}", "probes=[shortcuts]", "shortcut.steps=1"], "unknown probe"),
+        (["checkpoint={run}", "probes=[]", "shortcut.steps=1"], "the probes to run, which are none"),
         (["checkpoint={run}", "resolution.upsample=[26]"], "try 24 or 28"),
         (["checkpoint={run}", "resolution.policies=[stretch]"], "stretch"),
         (["checkpoint={run}", "data.canvs=32"], "did you mean canvas"),

@@ -108,7 +108,7 @@ def check_read(cfg: DictConfig, given: Sequence[str]) -> None:
     """Refuse (ValueError) a word KEY=VALUE of the command line that this evaluation would not read."""
     asked = _asked(cfg)
     for word in given:
-        key = word.partition("=")[0].lstrip("+~")
+        key = word.partition("=")[0].lstrip("+")
         group = key.partition(".")[0]
         if cfg.results is not None and group not in (*STORED, *SOURCES.values()):
             raise ValueError(
@@ -116,7 +116,7 @@ def check_read(cfg: DictConfig, given: Sequence[str]) -> None:
                 f"{', '.join(STORED)} do. Evaluate again by checkpoint=, runs= or model="
             )
         if group in probes.names() and group not in asked:
-            raise ValueError(f"{key}=: {group} is not among the probes to run, which are {', '.join(asked)}")
+            raise ValueError(f"{key}=: {group} is not among the probes to run, which are {', '.join(asked) or 'none'}")
 
 
 def _asked(cfg: DictConfig) -> list[str]:

@@ -35,7 +35,10 @@ def read_batches(
         batches = iter(loader)
     for number, images in enumerate(batches, 1):
         if isinstance(images, Exception):
-            raise images
+            try:
+                raise images
+            finally:
+                del images  # else its traceback would hold itself, and the workers with it
         if number == len(wanted):
             next(batches, None)  # ends the workers here; else __del__ may, where signals are lost
         yield images
