@@ -140,7 +140,7 @@ def test_phones_sort_by_a_menu_and_see_that_a_table_goes_on(browser, page_file):
     assert column(page, 0) == names
     page.get_by_text("All shifts", exact=True).click()
     box = page.locator(".scroll").filter(has=page.get_by_text("vs reference, if right"))
-    assert "more" in box.get_attribute("class")
+    page.wait_for_function("box => box.classList.contains('more')", arg=box.element_handle())  # a fold opens later
     box.evaluate("box => { box.scrollLeft = box.scrollWidth }")
     page.wait_for_function("box => !box.classList.contains('more')", arg=box.element_handle())
     wide, _ = opened(browser, page_file, viewport={"width": 1280, "height": 800})
