@@ -413,6 +413,31 @@ def test_kernels_step_aside():
     assert torch.equal(compiled(x), x + 2)
 
 
+@pytest.mark.parametrize(
+    "bfloat16, tiles, frozen, trained, learned",  # tokens up to which bfloat16 attention is written out
+    [(False, False, 0, 0, 0), (True, False, 600, 1100, 5000), (True, True, 0, 750, 5000)],
+)
+def test_bfloat16_attention_is_written_out_where_that_was_faster(
+    bfloat16, tiles, frozen, trained, learned, monkeypatch
+):
+    """As measured (docs/speed.md): a processor with tiles has them in PyTorch's fused kernel, whose forward is faster."""
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: bfloat16)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: tiles)
+    monkeypatch.setattr(kernels.attending, "_written_out", kernels.attending._written_out.__wrapped__)
+    for tokens in (1, 600, 601, 750, 751, 1100, 1101, 5000):
+        q = torch.empty((), dtype=torch.bfloat16).expand(1, 1, tokens, 8)
+        bias = torch.empty(()).expand(1, 1, tokens, tokens)
+        for kept in (None, bias):
+            assert kernels.attends_faster(q, q, q, kept) == (tokens <= frozen)
+            for i in range(3):
+                given = [q.detach().requires_grad_(i == j) for j in range(3)]
+                assert kernels.attends_faster(*given, kept) == (tokens <= trained)
+        learning = bias.detach().requires_grad_()
+        assert kernels.attends_faster(q, q, q, learning) == (tokens <= learned)
+        with torch.no_grad():
+            assert kernels.attends_faster(q, q.detach().requires_grad_(), q, learning) == (tokens <= frozen)
+
+
 def test_dropout_of_attention_is_not_forgotten(monkeypatch):
     """A bias that learns takes the kernel, but not where attention weights are dropped."""
     calls = []

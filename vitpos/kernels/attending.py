@@ -13,26 +13,36 @@ from torch.nn.attention import SDPBackend
 
 from vitpos.kernels.when import eager
 
-BRIEF = (600, 1100)  # tokens up to which bfloat16 attention is written out: without gradients, with them
 CHUNK = 350_000  # logits that are worked on at a time, so that they stay in the cache
 
 
 def attends_faster(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> bool:
     """Whether ``attend`` may stand in for the fused kernel, and was measured to be faster."""
-    trains = torch.is_grad_enabled()
-    if q.dtype == torch.bfloat16:
-        if torch.compiler.is_compiling() or q.shape[-2] > BRIEF[trains] or not _bfloat16_in_hardware():
-            return False
-    elif not (trains and bias is not None and bias.requires_grad) or torch.is_autocast_enabled("cpu"):
+    if torch.compiler.is_compiling():  # before the processor is asked
         return False
-    if not (q.shape == k.shape == v.shape and q.dtype == k.dtype == v.dtype and eager(q, k, v)):
+    learns = torch.is_grad_enabled() and bias is not None and bias.requires_grad
+    if q.dtype == torch.bfloat16:
+        longest, longest_to_train = _written_out()
+        if learns:
+            faster = longest_to_train > 0  # the fused kernel takes no bias that learns
+        else:
+            trains = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+            faster = q.shape[-2] <= (longest_to_train if trains else longest)
+    else:
+        faster = learns and not torch.is_autocast_enabled("cpu")
+    if not (faster and q.shape == k.shape == v.shape and q.dtype == k.dtype == v.dtype and eager(q, k, v)):
         return False
     return bias is None or (bias.ndim == 4 and bias.shape[-2:] == (q.shape[-2],) * 2 and eager(bias))
 
 
 @lru_cache(maxsize=1)
-def _bfloat16_in_hardware() -> bool:
-    return torch.cpu._is_avx512_bf16_supported()
+def _written_out() -> tuple[int, int]:
+    """Tokens up to which bfloat16 attention is faster written out on this processor, to infer and to train."""
+    if not torch.cpu._is_avx512_bf16_supported():
+        return 0, 0
+    if torch.cpu._is_amx_tile_supported():  # the fused kernel multiplies tiles too, forwards
+        return 0, 750
+    return 600, 1100
 
 
 def sloped(bias: Tensor, slope: float, total: Tensor | None = None) -> Tensor:
