@@ -41,8 +41,10 @@ class Table:
 
     def __init__(self, rounds: int, only: list[str]):
         self.rounds, self.only = rounds, only
+        self.titles: list[str] = []
 
     def wants(self, title: str) -> bool:
+        self.titles.append(title)
         return not self.only or any(word in title for word in self.only)
 
     def race(self, title: str, rivals: Rivals) -> None:
@@ -234,7 +236,7 @@ def as_graphs(table: Table) -> None:
         "exported": lambda model: torch.export.export(model, (x,)).module(),
     }
     for kind, make in makers.items():
-        title = f"{kind}, inference, S, N=197, B=2, float32"
+        title = f"{kind}, S, N=197, B=2, float32"
         if not table.wants(title):
             continue
         found = models(14, SMALL, ["none", "rope_axial", "rope_mixed", "rpb", *THEIRS])
@@ -308,6 +310,9 @@ def main() -> None:
     whole(table, "S, every other encoding, N=197, B=2", 14, 2, SMALL, "float32", ["none", *rest])
     as_graphs(table)
     memory(table)
+    unknown = [word for word in table.only if not any(word in title for title in table.titles)]
+    if unknown:
+        sys.exit(f"no row's title holds {unknown}; the titles are:\n" + "\n".join(table.titles))
 
 
 if __name__ == "__main__":
