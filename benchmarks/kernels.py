@@ -1,11 +1,11 @@
 """What encodings cost on a CPU in eager mode, next to timm's and to no encoding at all.
 
-python benchmarks/kernels.py [--rounds 30] [--only WORD ...]      (one thread; about 20 minutes on an idle machine)
+python benchmarks/kernels.py [--rounds 30] [--threads 1] [--only WORD ...]     (about 20 minutes on an idle machine)
 
 How rivals take turns: benchmarks/rivals.py. A turn of an operator is many calls in a row, so that each finds its own
 data in the cache where they fit; "qkv and ..." has it where it is in a model, on what the projection has just written.
 Other encodings have ten rounds. The floor is timm's own model without an encoding. A training step is forward and
-backward, without the optimizer.
+backward, without the optimizer. With several threads times are wall times.
 """
 
 import statistics
@@ -49,7 +49,7 @@ class Table:
 
     def race(self, title: str, rivals: Rivals) -> None:
         if self.wants(title):
-            race(title, rivals, self.rounds, least=TURN)
+            race(title, rivals, self.rounds, least=TURN, clocks=("CPU" if torch.get_num_threads() == 1 else "wall",))
 
 
 def both_ways(run: Callable[[], Any], learned: list[Tensor]) -> Callable[[], object]:

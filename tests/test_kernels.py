@@ -198,6 +198,23 @@ def test_attend(tokens, width, scale, shape, chunk, monkeypatch):
     assert apart(kernels.attend(q, k, v, -bias, width**-0.5), out) > 1e-2
 
 
+@pytest.mark.parametrize("threads, pieces", [(1, 12), (2, 8), (3, 4), (6, 2), (30, 1)])
+def test_attend_has_a_head_at_hand_for_each_thread(threads, pieces, monkeypatch):
+    """Where a head fills the cache of one: else all but one would wait, or share what is too small to share."""
+    monkeypatch.setattr(kernels.attending, "CHUNK", 13**2)
+    calls = []
+    softmax = torch.softmax
+    monkeypatch.setattr(torch, "softmax", lambda *given, **options: calls.append(1) or softmax(*given, **options))
+    q, k, v = (t.transpose(1, 2) for t in packed(13, 3, 32, batch=4).unbind(2))
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        agree(kernels.attend, kernels.explicit, *(t.detach().requires_grad_() for t in (q, k, v)), None, 0.3)
+    finally:
+        torch.set_num_threads(before)
+    assert len(calls) == pieces
+
+
 LAYOUTS = {  # of a bias in memory, as encodings and what they are added to leave it
     "heads last": lambda t: t.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2),
     "transposed": lambda t: t.mT.contiguous().mT,

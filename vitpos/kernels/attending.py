@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend
 
 from vitpos.kernels.when import eager
 
-CHUNK = 350_000  # logits that are worked on at a time, so that they stay in the cache
+CHUNK = 350_000  # logits of a thread that are worked on at a time, so that they stay in its cache
 
 
 def attends_faster(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> bool:
@@ -205,8 +205,9 @@ def _product(to: Tensor, left: Tensor, right: Tensor, scale: float = 1.0, more: 
 def _pieces(q: Tensor, kind: torch.dtype, scratch: int) -> Iterator[tuple[tuple[slice, slice], slice, list[Tensor]]]:
     """Some images, or some heads of one image, or some queries of one head, at a time; with room for their logits."""
     batch, heads, tokens, _ = q.shape
-    rows = math.ceil(tokens / math.ceil(tokens**2 / CHUNK))
-    count = max(1, CHUNK // tokens**2)  # of heads
+    size = CHUNK * torch.get_num_threads()
+    rows = math.ceil(tokens / math.ceil(tokens**2 / size))
+    count = max(1, size // tokens**2)  # of heads
     images, some = (count // heads, heads) if count >= heads else (1, count)
     room = [q.new_empty(images * some * rows * tokens, dtype=kind) for _ in range(scratch)]
     for b in range(0, batch, images):
