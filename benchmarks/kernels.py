@@ -5,7 +5,7 @@ python benchmarks/kernels.py [--rounds 30] [--threads 1] [--only WORD ...]     (
 How rivals take turns: benchmarks/rivals.py. A turn of an operator is many calls in a row, so that each finds its own
 data in the cache where they fit; "qkv and ..." has it where it is in a model, on what the projection has just written.
 Other encodings have ten rounds. The floor is timm's own model without an encoding. A training step is forward and
-backward, without the optimizer. With several threads times are wall times.
+backward, without the optimizer. With several threads times are wall times; peak memory is that of one thread.
 """
 
 import statistics
@@ -41,10 +41,10 @@ class Table:
 
     def __init__(self, rounds: int, only: list[str]):
         self.rounds, self.only = rounds, only
-        self.titles: list[str] = []
+        self.titles: dict[str, None] = {}  # in their order
 
     def wants(self, title: str) -> bool:
-        self.titles.append(title)
+        self.titles[title] = None
         return not self.only or any(word in title for word in self.only)
 
     def race(self, title: str, rivals: Rivals) -> None:
@@ -123,7 +123,7 @@ def mixed_tables(table: Table, count: int) -> None:
     def run() -> tuple[Tensor, ...]:
         return tuple(expand_angles(layer.angles(pos), 0).turn for layer in layers)
 
-    def one_by_one() -> None:  # as blocks do; timm makes all at once
+    def one_by_one() -> None:  # a model makes phases of all layers at once, timm the whole tables
         for layer in layers:
             expand_angles(layer.angles(pos), 0)
 

@@ -31,7 +31,7 @@ def race(title: str, rivals: Rivals, rounds: int, *, least: float = 0.0, clocks:
     seconds, so that each has its own data in the cache; calls before the rounds warm up."""
     for run in rivals.values():
         run()
-    calls = max(1, math.ceil(least / min(_turn(run, 1)["CPU"] for run in rivals.values())))
+    calls = max(1, math.ceil(least / min(_turn(run, 1)[clocks[0]] for run in rivals.values())))
     times: dict[str, dict[str, list[float]]] = {clock: {name: [] for name in rivals} for clock in CLOCKS}
     order, names = random.Random(0), list(rivals)
     for _ in range(rounds):

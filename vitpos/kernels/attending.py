@@ -20,14 +20,11 @@ def attends_faster(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> bool
     """Whether ``attend`` may stand in for the fused kernel, and was measured to be faster."""
     if torch.compiler.is_compiling():  # before the processor is asked
         return False
-    learns = torch.is_grad_enabled() and bias is not None and bias.requires_grad
+    graded = torch.is_grad_enabled()
+    learns = graded and bias is not None and bias.requires_grad
     if q.dtype == torch.bfloat16:
-        longest, longest_to_train = _written_out()
-        if learns:
-            faster = longest_to_train > 0  # the fused kernel takes no bias that learns
-        else:
-            trains = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-            faster = q.shape[-2] <= (longest_to_train if trains else longest)
+        trains = graded and (q.requires_grad or k.requires_grad or v.requires_grad)
+        faster = q.shape[-2] <= _most_tokens(trains, learns)
     else:
         faster = learns and not torch.is_autocast_enabled("cpu")
     if not (faster and q.shape == k.shape == v.shape and q.dtype == k.dtype == v.dtype and eager(q, k, v)):
@@ -35,14 +32,16 @@ def attends_faster(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> bool
     return bias is None or (bias.ndim == 4 and bias.shape[-2:] == (q.shape[-2],) * 2 and eager(bias))
 
 
-@lru_cache(maxsize=1)
-def _written_out() -> tuple[int, int]:
-    """Tokens up to which bfloat16 attention is faster written out on this processor, to infer and to train."""
+@lru_cache
+def _most_tokens(trains: bool, learns: bool) -> float:
+    """Up to which bfloat16 attention is faster written out on this processor; ``learns`` is the bias."""
     if not torch.cpu._is_avx512_bf16_supported():
-        return 0, 0
+        return 0
+    if learns:  # which the fused kernel does not take
+        return math.inf
     if torch.cpu._is_amx_tile_supported():  # the fused kernel multiplies tiles too, forwards
-        return 0, 750
-    return 600, 1100
+        return 750 if trains else 0
+    return 1100 if trains else 600
 
 
 def sloped(bias: Tensor, slope: float, total: Tensor | None = None) -> Tensor:
@@ -205,10 +204,11 @@ def _product(to: Tensor, left: Tensor, right: Tensor, scale: float = 1.0, more: 
 def _pieces(q: Tensor, kind: torch.dtype, scratch: int) -> Iterator[tuple[tuple[slice, slice], slice, list[Tensor]]]:
     """Some images, or some heads of one image, or some queries of one head, at a time; with room for their logits."""
     batch, heads, tokens, _ = q.shape
-    size = CHUNK * torch.get_num_threads()
+    most = max(1, batch)  # images
+    size = CHUNK * min(torch.get_num_threads(), most * heads)
     rows = math.ceil(tokens / math.ceil(tokens**2 / size))
     count = max(1, size // tokens**2)  # of heads
-    images, some = (count // heads, heads) if count >= heads else (1, count)
+    images, some = (min(count // heads, most), heads) if count >= heads else (1, count)
     room = [q.new_empty(images * some * rows * tokens, dtype=kind) for _ in range(scratch)]
     for b in range(0, batch, images):
         for h in range(0, heads, some):
