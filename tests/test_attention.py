@@ -24,91 +24,83 @@ COMBINED_SLOPES = [
 
 
 def by_hand(model, x, grid, mistake=None):
-    """Tokens after all blocks and the final norm: no batching over tokens, no structured signal, no padding."""
+    """Tokens [B, T, D] after all blocks and the final norm: token by token, no structured signal, no padding."""
     cells = coordinates(grid)
     prefix = model.num_prefix_tokens
     shared = list(model.position.shared.values())
-    out = []
-    for image in x:
-        rows = list(model.patch_embed(image[None]).flatten(1, -2)[0])
-        for encoding in shared:
-            if "tokens" in encoding.sites():
-                table = (
-                    [model.pos_embed[:, 0 if model.no_embed_class else prefix :]] if encoding.model_parameter else []
-                )
-                for n, cell in enumerate(cells):
-                    rows[n] = rows[n] + encoding.tokens(Positions(cell.view(1, 1, 2), grid), *table)[0, 0]
-        before = [t[0, i] for t in (model.cls_token, model.reg_token) if t is not None for i in range(t.shape[1])]
-        if model.pos_embed is not None and not model.no_embed_class:
-            before = [token + model.pos_embed[0, i] for i, token in enumerate(before)]
-        tokens = torch.stack(before + rows)
-        for layer, block in enumerate(model.blocks):
-            own = model.position.layers[layer].values() if len(model.position.layers) else ()
-            active = [*shared, *own]
-            normed = block.norm1(tokens)
-            tokens = tokens + attention_by_hand(block.attn, normed, cells, grid, prefix, active, layer, mistake)
-            tokens = tokens + block.mlp(block.norm2(tokens))
-            for encoding in active:
-                if "mix" in encoding.sites() and layer == 0:
-                    mixed = encoding.mix(tokens[None, prefix:], positions.grid(*grid, dtype=torch.float64))
-                    tokens = torch.cat([tokens[:prefix], mixed[0]])
-        out.append(model.norm(tokens))
-    return torch.stack(out)
+    rows = list(model.patch_embed(x).flatten(1, -2).unbind(1))
+    for encoding in shared:
+        if "tokens" in encoding.sites():
+            table = [model.pos_embed[:, 0 if model.no_embed_class else prefix :]] if encoding.model_parameter else []
+            for n, cell in enumerate(cells):
+                rows[n] = rows[n] + encoding.tokens(Positions(cell.view(1, 1, 2), grid), *table)[0, 0]
+    before = [t[0, i] for t in (model.cls_token, model.reg_token) if t is not None for i in range(t.shape[1])]
+    if model.pos_embed is not None and not model.no_embed_class:
+        before = [token + model.pos_embed[0, i] for i, token in enumerate(before)]
+    tokens = torch.stack([token.expand(len(x), -1) for token in before + rows], dim=1)
+    for layer, block in enumerate(model.blocks):
+        own = model.position.layers[layer].values() if len(model.position.layers) else ()
+        active = [*shared, *own]
+        normed = block.norm1(tokens)
+        tokens = tokens + attention_by_hand(block.attn, normed, cells, grid, prefix, active, layer, mistake)
+        tokens = tokens + block.mlp(block.norm2(tokens))
+        for encoding in active:
+            if "mix" in encoding.sites() and layer == 0:
+                mixed = encoding.mix(tokens[:, prefix:], positions.grid(*grid, dtype=torch.float64))
+                tokens = torch.cat([tokens[:, :prefix], mixed], dim=1)
+    return model.norm(tokens)
 
 
 def attention_by_hand(attn, tokens, cells, grid, prefix, encodings, layer, mistake):
-    width, count = attn.head_dim, len(tokens)
+    width, count = attn.head_dim, tokens.shape[1]
     rotary = [e for e in encodings if "angles" in e.sites()]
     angles = [[e.angles(Positions(cell.view(1, 1, 2), grid)) for cell in cells] for e in rotary]
+    biased = [(e, 1.0 if mistake == "slope" else e.slope_of(layer)) for e in encodings if "bias" in e.sites()]
     pairs = {}
     for a in range(count - prefix):
         for b in range(count - prefix):
             where = Positions(torch.stack([cells[a], cells[b]])[None], grid)
-            pairs[a, b] = [
-                (e.bias(where), 1.0 if mistake == "slope" else e.slope_of(layer))
-                for e in encodings
-                if "bias" in e.sites()
-            ]
+            pairs[a, b] = [(e.bias(where), slope) for e, slope in biased]
     scale = math.prod(e.scale(positions.grid(*grid)) for e in encodings if "scale" in e.sites()) / math.sqrt(width)
+    free_prefix = any(signals[0].free_prefix for signals in angles)
     heads = []
     for h in range(attn.num_heads):
-        q, k, v = (attn.qkv(tokens).view(-1, 3, attn.num_heads, width)[:, i, h] for i in range(3))
-        q, k = attn.q_norm(q), attn.k_norm(k)
+        q, k, v = (attn.qkv(tokens).view(-1, count, 3, attn.num_heads, width)[:, :, i, h] for i in range(3))
+        q, k = attn.q_norm(q).unbind(1), attn.k_norm(k).unbind(1)
         turned_q, turned_k = list(q), list(k)
         for signals in angles:
             for token in range(count):
                 at = signals[max(token - prefix, 0)]
                 turned_q[token] = turn(q[token], at, h, 0.0 if token < prefix else 1.0)
                 turned_k[token] = turn(k[token], at, h, 0.0 if token < prefix else -1.0 if mistake == "sign" else 1.0)
-        logits = torch.empty(count, count, dtype=torch.float64)
+        logits = torch.empty(len(tokens), count, count, dtype=torch.float64)
         for a in range(count):
             for b in range(count):
-                outside = a < prefix or b < prefix
-                plain = outside and any(signals[0].free_prefix for signals in angles)
-                logits[a, b] = scale * (q[a] @ k[b] if plain else turned_q[a] @ turned_k[b])
+                plain = free_prefix and (a < prefix or b < prefix)
+                product = q[a] * k[b] if plain else turned_q[a] * turned_k[b]
+                logit = scale * product.sum(-1)
                 for bias, slope in pairs[max(a - prefix, 0), max(b - prefix, 0)]:
                     of_pair = pair_bias(bias, h, a < prefix, b < prefix, scale * q[a], scale * k[b], mistake)
-                    logits[a, b] += slope * of_pair
+                    logit = logit + slope * of_pair
+                logits[:, a, b] = logit
         heads.append(logits.softmax(-1) @ v)
     return attn.proj(attn.norm(torch.cat(heads, dim=-1)))
 
 
 def turn(row, signal, h, sign):
-    """One token's q or k, rotated pair by pair (or block by block); ``sign`` 0 leaves only the change of basis."""
+    """One token's q or k [B, d], rotated by pairs (or by blocks); ``sign`` 0 leaves only the change of basis."""
     if isinstance(signal, Rotations):
         blocks = signal.matrix[0, h % signal.matrix.shape[1], 0]
-        parts = [block @ part for block, part in zip(blocks, row.view(len(blocks), -1))]
-        return torch.cat(parts) if sign else row
+        parts = [part @ block.T for block, part in zip(blocks, row.chunk(len(blocks), dim=-1))]
+        return torch.cat(parts, dim=-1) if sign else row
     if signal.basis is not None:
-        row = signal.basis[h % len(signal.basis)] @ row
-    out = torch.empty_like(row)
-    half = len(row) // 2
-    for pair, angle in enumerate(signal.phase[0, h % signal.phase.shape[1], 0]):
-        first, second = (2 * pair, 2 * pair + 1) if signal.layout == "interleaved" else (pair, pair + half)
-        c, s = torch.cos(sign * angle), torch.sin(sign * angle)
-        out[first] = c * row[first] - s * row[second]
-        out[second] = s * row[first] + c * row[second]
-    return out
+        row = row @ signal.basis[h % len(signal.basis)].T
+    phase = sign * signal.phase[0, h % signal.phase.shape[1], 0]
+    c, s = phase.cos(), phase.sin()
+    interleaved = signal.layout == "interleaved"
+    first, second = (row[:, 0::2], row[:, 1::2]) if interleaved else row.chunk(2, dim=-1)
+    turned = c * first - s * second, s * first + c * second
+    return torch.stack(turned, dim=-1).flatten(1) if interleaved else torch.cat(turned, dim=-1)
 
 
 def pair_bias(bias, h, query_is_prefix, key_is_prefix, q, k, mistake):
@@ -117,7 +109,7 @@ def pair_bias(bias, h, query_is_prefix, key_is_prefix, q, k, mistake):
     if isinstance(bias, Contextual):
         bucket = -1 if outside else bias.buckets[0, 0, 1]
         parts = [(bias.on_q, q), (bias.on_k, k)]
-        return sum(vectors[h % len(vectors), bucket] @ row for vectors, row in parts if vectors is not None)
+        return sum(row @ vectors[h % len(vectors), bucket] for vectors, row in parts if vectors is not None)
     if outside:
         case = {(True, False): 0, (False, True): 1, (True, True): 2}[query_is_prefix, key_is_prefix]
         return 0.0 if bias.prefix is None else bias.prefix[h % len(bias.prefix), case]

@@ -113,16 +113,16 @@ def test_one_new_file_is_enough(copy):
     add(copy, TRUE_LAWS)
     (copy / "vitpos" / "encodings" / "spin.py").write_text(SPIN)
     code = (
-        "import vitpos, timm; print(vitpos.list_encodings(), vitpos.describe('cityblock')); "
-        "print(timm.list_models('vitpos_tiny*_spin'))"
+        "import runpy, vitpos, timm; print(vitpos.list_encodings(), vitpos.describe('cityblock')); "
+        "print(timm.list_models('vitpos_tiny*_spin')); "
+        "runpy.run_module('vitpos.encodings', run_name='__main__')"
     )
     shown = run(copy, "-c", code)
     assert "'cityblock'" in shown.stdout, shown.stderr
     assert "transpose: holds" in shown.stdout
     assert "slope=0.25" in shown.stdout
     assert "vitpos_tiny_patch16_224_spin" in shown.stdout
-    overview = run(copy, "-m", "vitpos.encodings")
-    assert "cityblock" in overview.stdout, overview.stderr
+    assert "[`cityblock`](cityblock.md)" in shown.stdout
     files = [f"tests/test_{name}.py" for name in CORE]
     chosen = "cityblock or CityBlock or spin or Spin or overview"
     tests = run(copy, "-m", "pytest", "-q", "-k", chosen, "-p", "no:cacheprovider", *files, "vitpos/encodings")
@@ -138,7 +138,9 @@ def test_a_false_law_is_caught(copy):
     ]:
         add(copy, laws)
         tests = run(
-            copy, "-m", "pytest", "-q", "-k", f"cityblock and {failing} and test_law", "-p", "no:cacheprovider", "tests"
+            copy,
+            *("-m", "pytest", "-q", "-k", f"cityblock and {failing} and test_law", "-p", "no:cacheprovider"),
+            "tests/test_laws.py",
         )
         assert tests.returncode == 1, tests.stdout
         assert "failed" in tests.stdout

@@ -114,13 +114,21 @@ def run(tmp_path_factory):
     return make_run(tmp_path_factory.mktemp("run"), "rope_axial")
 
 
+@pytest.fixture(scope="module")
+def ran():
+    """What ``whole`` has found."""
+    return []
+
+
 @pytest.fixture
-def whole(run, tmp_path, evaluate, monkeypatch):
+def whole(run, ran, evaluate, monkeypatch):
     """The decisions of an evaluation that ran through, and how many forwards it took."""
-    with monkeypatch.context() as patch:
-        calls = doing(patch, 0, stop)
-        assert evaluate(f"checkpoint={run}", *QUICK, f"out={tmp_path / 'whole'}")[0] == 0
-    return decisions(tmp_path / "whole"), len(calls)
+    if not ran:
+        with monkeypatch.context() as patch:
+            calls = doing(patch, 0, stop)
+            assert evaluate(f"checkpoint={run}", *QUICK, f"out={run / 'whole'}")[0] == 0
+        ran += decisions(run / "whole"), len(calls)
+    return ran
 
 
 @pytest.mark.parametrize("at", [0.3, 0.9])
@@ -138,12 +146,18 @@ def test_an_evaluation_that_was_stopped_goes_on(run, whole, at, tmp_path, evalua
     assert len(calls) < whole[1] - 0.7 * count
     assert decisions(tmp_path / "out") == whole[0]
     assert not (tmp_path / "out" / ".parts").exists()
-    # what was kept of another evaluation is not used
+
+
+def test_what_was_kept_of_another_evaluation_is_not_used(run, whole, tmp_path, evaluate, monkeypatch):
+    words = [f"checkpoint={run}", *QUICK, f"out={tmp_path / 'out'}"]
     with monkeypatch.context() as patch:
-        doing(patch, count // 2, stop)
+        doing(patch, whole[1] // 2, stop)
         with pytest.raises(Stop):
             evaluate(*words, "batch_size=5")
-    assert evaluate(*words)[0] == 0
+    with monkeypatch.context() as patch:
+        calls = doing(patch, 0, stop)
+        assert evaluate(*words)[0] == 0
+    assert len(calls) == whole[1]
     assert decisions(tmp_path / "out") == whole[0]
 
 
@@ -188,7 +202,8 @@ def test_a_users_error_leaves_nothing(run, tmp_path, evaluate):
 
 def test_a_line_of_progress_where_there_is_no_terminal(run, tmp_path, evaluate, monkeypatch):
     monkeypatch.setattr("vitpos.evaluation.EVERY", 0)
-    code, _, err = evaluate(f"checkpoint={run}", *QUICK, f"out={tmp_path / 'out'}")
+    words = "images=20", "batch_size=4", "probes=[translation]", "translation.phase=false"
+    code, _, err = evaluate(f"checkpoint={run}", *words, f"out={tmp_path / 'out'}")
     assert code == 0
     assert "canvas, patch: 64 of 320 images" in err
 
@@ -247,7 +262,7 @@ def test_two_processes_give_what_one_gives(run, whole, tmp_path):
     assert done.stdout.count("report: ") == 1, "one process speaks"
     assert decisions(tmp_path / "two") == whole[0]
     results = report.read(tmp_path / "two" / "results.json")
-    assert results["runs"] == report.read(tmp_path / "whole" / "results.json")["runs"]
+    assert results["runs"] == report.read(run / "whole" / "results.json")["runs"]
     refused = command(f"checkpoint={run}", f"out={tmp_path / 'bad'}", "resolution.upsample=[26]", processes=2)
     assert refused.returncode != 0
     assert "error: 26 of size 26x26" in refused.stderr.replace("height ", "")

@@ -148,7 +148,7 @@ def test_another_thread_is_not_settled():
 @pytest.mark.parametrize("spec", ["rope_axial", "rpb", "lookhere"])
 @pytest.mark.parametrize("whole", [True, False])
 def test_what_is_compiled_is_checkpointed_without_a_break(spec, whole):
-    model = tiny(spec, (3, 5), 1, depth=3)
+    model = tiny(spec, (3, 5), 1)
     expected = torch.autograd.grad(model(images((3, 5))).sum(), model.head.weight)
     model.set_grad_checkpointing(True)
     for compiled in [model] if whole else model.blocks:

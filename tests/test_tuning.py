@@ -70,9 +70,19 @@ def test_two_runs_of_the_same(tmp_path):
 
 def test_on_the_command_line(tmp_path):
     sweep(tmp_path, BEST)
-    run = [sys.executable, "-m", "vitpos.tuning"]
-    done = subprocess.run([*run, str(tmp_path)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "vitpos.tuning", str(tmp_path)], capture_output=True, text=True, check=True
+    )
     assert "| `rpb` |" in done.stdout
-    failed = subprocess.run([*run, str(tmp_path / "nowhere")], capture_output=True, text=True, check=False)
-    assert failed.returncode == 2
-    assert failed.stderr == f"error: runs={tmp_path / 'nowhere'}: no such folder\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [(["nowhere"], "runs=nowhere: no such folder"), ([], "usage: python -m vitpos.tuning FOLDER")],
+)
+def test_errors_are_one_line(words, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["tuning", *words])
+    with pytest.raises(SystemExit) as stop:
+        tuning.main()
+    assert (stop.value.code, capsys.readouterr()) == (2, ("", f"error: {message}\n"))
