@@ -38,7 +38,8 @@ def call(monkeypatch, capsys, *words, figures=False):
     code = 0
     with monkeypatch.context() as patch:
         if not figures:
-            patch.setattr(report, "drawings", lambda *_: [])
+            for drawn in (report, report.page):
+                patch.setattr(drawn, "drawings", lambda *_: [])
         try:
             runpy.run_path(str(EVAL), run_name="__main__")
         except SystemExit as stop:
