@@ -4,6 +4,8 @@ import copy
 import re
 from html.parser import HTMLParser
 
+import pytest
+
 from vitpos import report, stats
 
 SHIFTS = [[y, x] for y in (0, 4, 8) for x in (0, 4, 8)]
@@ -102,3 +104,10 @@ class Page(HTMLParser):
     def handle_data(self, data):
         self.text.append(data)
         self.fetched += re.findall(r"@import.*|url\((?!#)[^)]*\)", data)
+
+
+def plain_page(results):
+    """The HTML page without its figures, which take most of the time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report.page, "drawings", lambda *_: [])
+        return report.to_html(results)

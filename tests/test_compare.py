@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from madeup import Page, changed, run
+from madeup import Page, changed, plain_page, run
 from rich.console import Console
 
 from vitpos import compare, hierarchy, report, significance, tables
 from vitpos.compare import Measured, Options
-from vitpos.report import compare_tables, page
+from vitpos.report import compare_tables
 from vitpos.stats import Score
 
 KEYS = {
@@ -368,13 +368,12 @@ def test_numbers_are_shown_in_their_units(mixed):
     assert leading[f"{DISTANCE} (px)"] == f"rope_axial {distance['mean']['value']:.3g}"
 
 
-def test_the_page_shows_units_and_bars_of_shares_alone(mixed, monkeypatch):
-    monkeypatch.setattr(page, "drawings", lambda *_: [])
+def test_the_page_shows_units_and_bars_of_shares_alone(mixed):
     about = {"command": "x", "versions": {"torch": "2"}}
     results = {"schema": report.SCHEMA, "provenance": about, "runs": [m.run for m in sweep()], "comparison": [mixed]}
 
     def bars(found):
-        text = report.to_html({**results, "comparison": [found]})
+        text = plain_page({**results, "comparison": [found]})
         start = text.index('id="encodings-1"') if 'id="encodings-1"' in text else text.index("<caption>One row is one")
         return text[start : text.index("</table>", start)].count('class="range"'), text
 
@@ -476,9 +475,8 @@ def test_latex_escapes_what_it_would_read(found):
     )
 
 
-def test_page_has_the_comparison_first_and_no_request(results, found, monkeypatch):
-    monkeypatch.setattr(page, "drawings", lambda *_: [])
-    text = report.to_html(results)
+def test_page_has_the_comparison_first_and_no_request(results, found):
+    text = plain_page(results)
     parsed = Page(text)
     assert parsed.fetched == []
     assert len(parsed.ids) == len(set(parsed.ids))
@@ -488,8 +486,8 @@ def test_page_has_the_comparison_first_and_no_request(results, found, monkeypatc
     assert f"Δ {tables.points(cell(found, 'rope_axial')['difference']['value'])}*" in shown
     assert "rank 1/3" in shown
     assert "What another recipe would do" in shown
-    assert "Look at Δ" not in report.to_html({**results, "comparison": []})
+    assert "Look at Δ" not in plain_page({**results, "comparison": []})
     assert "Seeds that differ" not in text
     apart = copy.deepcopy(found)
     cell(apart, "ape1d")["by_seed"] = [0.5, 0.9, 0.701]
-    assert "ape1d, home: 50.0, 90.0, 70.1" in report.to_html({**results, "comparison": [apart]})
+    assert "ape1d, home: 50.0, 90.0, 70.1" in plain_page({**results, "comparison": [apart]})

@@ -4,11 +4,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-from madeup import results, run
+from madeup import plain_page, results, run
 from test_compare import sweep
 
-from vitpos import compare, report
-from vitpos.report import page as report_page
+from vitpos import compare
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright (pip install vitpos[dev])")
@@ -21,9 +20,7 @@ def page_file(tmp_path_factory):
     found = results(*(member.run for member in few), run("sincos2d", "uniform"))
     found["comparison"] = compare.comparison(few)
     path = tmp_path_factory.mktemp("page") / "report.html"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(report_page, "drawings", lambda *_: [])  # figures take most of the time, and do not matter here
-        path.write_text(report.to_html(found))
+    path.write_text(plain_page(found))
     return path
 
 
@@ -153,9 +150,7 @@ def test_menus_of_folded_tables_have_names(browser, tmp_path):
     few = sweep(("none", "ape1d"), (0, 1))
     found = results(*(member.run for member in few)) | {"comparison": compare.comparison(few)}
     path = tmp_path / "report.html"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(report_page, "drawings", lambda *_: [])
-        path.write_text(report.to_html(found))
+    path.write_text(plain_page(found))
     page, _ = opened(browser, path, viewport={"width": 390, "height": 800})
     shown, folded = page.locator("select").all()
     assert not folded.is_visible()

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 import pytest
-from madeup import SHIFTS, Page, changed, interval, results, run
+from madeup import SHIFTS, Page, changed, interval, plain_page, results, run
 from rich.console import Console
 
 from vitpos import report, stats
@@ -356,11 +356,11 @@ def test_page_shows_the_difference_to_none():
             | {"difference": stats.paired_difference([1, 1, 0, 0], [0, 1, 1, 1]).as_dict()}
         ],
     }
-    page = report.to_html(results(one, run("none"), run("rpb")))
+    page = plain_page(results(one, run("none"), run("rpb")))
     assert "Δ −25.0" in page
     assert page.count("Δ to none-home (trained home, seed 7)") == 2  # in the row of each table that shows differences
     assert "Larger sizes change more" in page
-    assert "Δ −" not in report.to_html(results(run("ape1d"), run("none")))
+    assert "Δ −" not in plain_page(results(run("ape1d"), run("none")))
 
 
 @pytest.mark.parametrize(
@@ -457,25 +457,23 @@ def test_a_series_has_one_colour_in_all_panels_though_some_lack_another():
 
 
 def test_the_page_says_what_was_tested():
-    home = " ".join(report.to_html(results(run("none"), run("ape1d"))).split())
-    both = " ".join(report.to_html(results(run("none"), run("ape1d", "uniform"))).split())
+    home = " ".join(plain_page(results(run("none"), run("ape1d"))).split())
+    both = " ".join(plain_page(results(run("none"), run("ape1d", "uniform"))).split())
     assert "100 test images of digits, 24x24 pixels in patches of 4x4; always answering" in home
     assert "right on 10.0%. Trained home: with objects in the top left corner only" in home
     assert "none of these models is a control trained at uniform placement" in home
     assert "the control trained at uniform placement says how much" in both
     assert "Trained uniform: with objects anywhere" in both
     taught = run("ape1d") | {"recipe": {"train": {"lr": 0.003, "ema": None}, "init": False}}
-    assert "recipe of all</dt><dd><code>train.lr 0.003, init False</code>" in report.to_html(results(taught))
+    assert "recipe of all</dt><dd><code>train.lr 0.003, init False</code>" in plain_page(results(taught))
     other = run("rpb") | {"recipe": {"train": {"lr": 0.1}}}
-    assert "recipe of rpb</dt><dd><code>train.lr 0.1</code>" in report.to_html(results(taught, other))
+    assert "recipe of rpb</dt><dd><code>train.lr 0.1</code>" in plain_page(results(taught, other))
     lines = ["a and b are of one seed: leave out one"]
-    assert "Not compared over seeds: a and b are of one seed" in report.to_html(
-        results(run("a")) | {"not_compared": lines}
-    )
+    assert "Not compared over seeds: a and b are of one seed" in plain_page(results(run("a")) | {"not_compared": lines})
     few = shown_run("ape1d", 0.5)
     few["probes"]["mine"]["images_used"] = 64
-    assert "What it means. On 64 images." in report.to_html(results(few))
-    assert "On 64 images" not in report.to_html(results(shown_run("ape1d", 0.5)))
+    assert "What it means. On 64 images." in plain_page(results(few))
+    assert "On 64 images" not in plain_page(results(shown_run("ape1d", 0.5)))
 
 
 def test_other_options_of_a_probe_are_another_measurement():
