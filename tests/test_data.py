@@ -737,6 +737,7 @@ def test_corrupt_image_is_named_in_one_line(tmp_path, workers):
     with pytest.raises(ValueError, match=r"cannot decode image .*bee/1\.png") as caught:
         list(ds.iterate(data.eval_batches(len(ds), 4)))
     assert "\n" not in str(caught.value)
+    assert not multiprocessing.active_children()  # though the error is held
 
 
 def test_missing_roots(tmp_path):

@@ -38,7 +38,7 @@ def read_batches(
             try:
                 raise images
             finally:
-                del images  # else its traceback would hold itself, and the workers with it
+                del images, batches  # else its traceback would hold itself, and the workers with it
         if number == len(wanted):
             next(batches, None)  # ends the workers here; else __del__ may, where signals are lost
         yield images
