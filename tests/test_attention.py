@@ -19,6 +19,7 @@ COMBINED_SLOPES = [
     "alibi2d + lookhere",
     "lookhere + irpe + logn",
     "irpe + deberta",
+    "deberta + logn",
     "rope_axial(free_prefix=True) + lookhere",
 ]
 
