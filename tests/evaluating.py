@@ -31,8 +31,13 @@ def make_run(folder, pos, placement="home", seed=0, model=None, **changes):
     return folder
 
 
-def call(monkeypatch, capsys, *words, figures=False):
-    """Call eval.py in this process: its exit code, output and errors. Figures are drawn where they are looked at."""
+def call(monkeypatch, capsys, *words, **kwargs):
+    """Call eval.py in this process: its exit code, output and errors."""
+    return start(monkeypatch, *words, **kwargs), *capsys.readouterr()
+
+
+def start(monkeypatch, *words, figures=False):
+    """The exit code alone. Figures are drawn where they are looked at."""
     monkeypatch.setattr(sys, "argv", ["eval.py", *words])
     monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)  # a run before this one has set it
     code = 0
@@ -44,4 +49,4 @@ def call(monkeypatch, capsys, *words, figures=False):
             runpy.run_path(str(EVAL), run_name="__main__")
         except SystemExit as stop:
             code = stop.code
-    return code, *capsys.readouterr()
+    return code

@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from evaluating import EVAL, make_run
+from evaluating import EVAL, make_run, start
 from fakes import Squares
 from probing import encoded, subject
 
@@ -115,20 +115,12 @@ def run(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def ran():
-    """What ``whole`` has found."""
-    return []
-
-
-@pytest.fixture
-def whole(run, ran, evaluate, monkeypatch):
+def whole(run):
     """The decisions of an evaluation that ran through, and how many forwards it took."""
-    if not ran:
-        with monkeypatch.context() as patch:
-            calls = doing(patch, 0, stop)
-            assert evaluate(f"checkpoint={run}", *QUICK, f"out={run / 'whole'}")[0] == 0
-        ran += decisions(run / "whole"), len(calls)
-    return ran
+    with pytest.MonkeyPatch.context() as patch:
+        calls = doing(patch, 0, stop)
+        assert start(patch, f"checkpoint={run}", *QUICK, f"out={run / 'whole'}") == 0
+    return decisions(run / "whole"), len(calls)
 
 
 @pytest.mark.parametrize("at", [0.3, 0.9])
