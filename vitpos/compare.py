@@ -307,7 +307,7 @@ def _entry(row: Row, rows: Sequence[Row]) -> dict[str, Any]:
         "placement": row.run["placement"],
         "architecture": row.run["architecture"],
         "epochs": row.run["epochs"],
-        "apart": _apart(row, rows),
+        "apart": report.apart(row.run, [other.run for other in rows]),
         "seeds": row.seeds,
         "runs": [member.run["label"] for member in row.members],
         "baseline": None if base is None else {"encoding": base.encoding, "placement": base.run["placement"]},
@@ -315,25 +315,13 @@ def _entry(row: Row, rows: Sequence[Row]) -> dict[str, Any]:
     }
 
 
-def _apart(row: Row, rows: Sequence[Row]) -> str:
-    """What of its training tells a row from the others of its encoding, e.g. "train.lr 0.01"."""
-    others = [_settings(other.run) for other in rows if other.encoding == row.encoding]
-    mine = _settings(row.run)
-    return ", ".join(f"{key} {mine[key]}" for key in mine if any(mine[key] != other.get(key) for other in others))
-
-
 def _unlike(row: Row, base: Row) -> str:
-    mine, theirs = _settings(row.run), _settings(base.run)
+    mine, theirs = report.settings(row.run), report.settings(base.run)
     return ", ".join(
         f"{key} {mine.get(key)}, not {theirs.get(key)}"
         for key in {**mine, **theirs}
         if mine.get(key) != theirs.get(key)
     )
-
-
-def _settings(run: Run) -> dict[str, Any]:
-    own = {key: run[key] for key in ("architecture", "epochs")}
-    return own | {key: value for key, value in report.flat(run.get("recipe") or {}).items() if key != "train.epochs"}
 
 
 def _differences(rows: Sequence[Row], options: Options) -> list[str]:

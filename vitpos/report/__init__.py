@@ -16,13 +16,13 @@ from typing import Any
 from vitpos.report.console import print_table
 from vitpos.report.figures import FIGURE, drawings
 from vitpos.report.files import SCHEMA, read, to_json, write
-from vitpos.report.grouping import Group, baselines, flat, groups, setup
+from vitpos.report.grouping import Group, apart, baselines, groups, settings, setup
 from vitpos.report.page import to_html
 from vitpos.report.text import to_csv, to_latex, to_markdown
 
 __all__ = [
-    "SCHEMA", "Group", "baselines", "flat", "groups", "print_table", "read", "save", "setup", "to_csv", "to_html",
-    "to_json", "to_latex", "to_markdown", "write",
+    "SCHEMA", "Group", "apart", "baselines", "groups", "print_table", "read", "save", "settings", "setup",
+    "to_csv", "to_html", "to_json", "to_latex", "to_markdown", "write",
 ]  # fmt: skip
 
 

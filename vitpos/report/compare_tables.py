@@ -99,10 +99,15 @@ def heads(found: Comparison) -> list[str]:
     return fixed + [metric["title"] for metric in found["metrics"]]
 
 
+def named(encoding: str, apart: str) -> list[str]:
+    """The first cell of a row, a line each; `apart` tells it from others of its encoding."""
+    return [encoding, *([f"({apart})"] if apart else [])]
+
+
 def table(found: Comparison) -> Table:
     rows = []
     for row in found["rows"]:
-        fixed = [[row["encoding"], *([f"({row['apart']})"] if row["apart"] else [])]]
+        fixed = [named(row["encoding"], row["apart"])]
         fixed += [[str(row["placement"] or "–")]] * placed(found)
         rows.append([*fixed, [str(len(row["seeds"]))], *_cells(row, found["metrics"])])
     return Table(heads(found), rows, heading(found))

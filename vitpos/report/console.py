@@ -14,7 +14,7 @@ from rich.text import Text
 from vitpos.report.compare_tables import covers, explained, heading, lines, unit_of
 from vitpos.report.grouping import Group, Interval, base_name, groups
 from vitpos.report.views import Shown, shown, views
-from vitpos.report.words import certificates, legend, policies, remarks, title
+from vitpos.report.words import certificates, legend, policies, remarks, title, told
 from vitpos.tables import percent, span
 
 
@@ -28,17 +28,15 @@ def print_table(results: dict[str, Any], console: Console | None = None) -> None
         if covers(results, index, group):  # the files have each model
             _print_lines((*certificates(group), *remarks(group)), console)
             continue
-        seeds = len({run["seed"] for run in group.runs}) > 1
-        rows = []
-        for run in group.runs:
-            trained = f"trained {run['placement']}" if group.placed and run["placement"] else ""
-            below = [trained, f"seed {run['seed']}" if seeds else ""]
-            rows.append([_lines([base_name(run), *below]), *(_cell(column.pick(run)) for column in group.columns)])
+        rows = [
+            [_lines([base_name(run), *told(run, group.runs)]), *(_cell(column.pick(run)) for column in group.columns)]
+            for run in group.runs
+        ]
         _print_wide(title(group), [column.title for column in group.columns], rows, 9, console)
         _print_lines((*legend(group), *certificates(group), *remarks(group)), console)
         for own in views(group, "table"):
             if own.view["brief"]:
-                console.print(_own_table(own, seeds))
+                console.print(_own_table(own, group))
                 console.print()
 
 
@@ -90,19 +88,19 @@ def _rich_table(title: str) -> RichTable:
     )  # fmt: skip
 
 
-def _own_table(found: Shown, seeds: bool) -> RichTable:
-    """A probe's own table: the runs one below another."""
+def _own_table(found: Shown, group: Group) -> RichTable:
+    """A probe's own table: the runs one below another, what is said of each beside its rows."""
     table = _rich_table(found.view["title"])
     table.add_column("encoding", overflow="fold")
     for column in found.view["columns"]:
         table.add_column(column["title"], justify="right")
     for run, view in found.runs:
-        for i, row in enumerate(view["rows"]):
-            name = "" if i else base_name(run) + (f", seed {run['seed']}" if seeds else "")
+        said = [Text(base_name(run), "bold"), *(Text(line, "dim") for line in told(run, group.runs))]
+        for i, row in enumerate(view["rows"], 1):
             cells = [shown(value, column["unit"]) for value, column in zip(row, view["columns"])]
-            table.add_row(
-                Text(name, "bold"), *(Text.assemble(text, ("\n" + of if of else "", "dim")) for text, of in cells)
-            )
+            beside = len(said) if i == len(view["rows"]) else 2 if any(of for _, of in cells) else 1
+            name, said = Text("\n").join(said[:beside]), said[beside:]
+            table.add_row(name, *(Text.assemble(text, ("\n" + of if of else "", "dim")) for text, of in cells))
     return table
 
 

@@ -17,9 +17,20 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
-from vitpos.report.grouping import Group, Interval, Run, base_name, over_seeds, shifts_of, sizes_of, which
+from vitpos.report.grouping import (
+    Group,
+    Interval,
+    Run,
+    apart,
+    base_name,
+    over_seeds,
+    settings,
+    shifts_of,
+    sizes_of,
+    which,
+)
 from vitpos.report.views import Shown, views
-from vitpos.report.words import trained
+from vitpos.report.words import told
 
 # Okabe-Ito without black and yellow, and two more that stay apart under the common colour-vision deficiencies.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A5FC0", "#8C6D31")
@@ -97,7 +108,7 @@ def _panels(count: int, columns: int, width: float, height: float, **kwargs: Any
 
 
 def _run_title(run: Run, group: Group) -> str:
-    return f"{base_name(run)}\n{trained(run, len({r['seed'] for r in group.runs}) > 1)}".strip()
+    return "\n".join([base_name(run), *told(run, group.runs)])
 
 
 def _mean_of(group: Group) -> str:
@@ -115,15 +126,21 @@ def _key(group: Group) -> str:
     """How to read lines and bars."""
     lines = "Dashed: the control trained at uniform placement. " * any(r["placement"] == "uniform" for r in group.runs)
     lines += _seeds(group)
-    if reference := _baseline(group):
-        lines += f"Grey: none{'' if 'seeds' in reference else ', run ' + which(reference)}. "
+    grey = list({id(none): none for run in group.runs if (none := _baseline(run, group))}.values())
+    if len(grey) == 1:
+        lines += f"Grey: none{'' if 'seeds' in grey[0] else ', run ' + which(grey[0])}. "
+    elif grey:
+        lines += "Grey: none of the same architecture and epochs, and of the same recipe where there is one. "
     if any("seeds" not in run for run in group.runs):
         lines += f"Bars{' of one seed' * bool(_seeds(group))}: 95% over images, for that model. "
     return f"{lines}Dotted: what always answering the most frequent class reaches."
 
 
-def _baseline(group: Group) -> Run | None:
-    return next((run for run in group.runs if base_name(run) == "none"), None)
+def _baseline(run: Run, group: Group) -> Run | None:
+    """The `none` to be seen beside a run: of its architecture and epochs, of its recipe where there is such a one."""
+    alike = ("architecture", "epochs")
+    able = [r for r in group.runs if base_name(r) == "none" and all(r[key] == run[key] for key in alike)]
+    return next((r for r in able if settings(r) == settings(run)), able[0] if able else None)
 
 
 def drawings(results: dict[str, Any], group: Group, prefix: str = "") -> list[Drawing]:
@@ -304,22 +321,24 @@ def _size_axes(group: Group, kind: str) -> tuple[str, Callable[[Run], dict[str, 
 def _curves(
     group: Group, look: dict[str, tuple[str, str]], columns: int, label: str, curves: Callable[[Run], dict[str, Curve]]
 ) -> Figure:
-    """One panel an encoding, `none` in grey behind each; shared axes, so that heights compare."""
-    encodings = list(dict.fromkeys(base_name(run) for run in group.runs))
+    """One panel an encoding and setting, `none` in grey behind each; shared axes, so that heights compare."""
+    panels: dict[tuple[str, str], list[Run]] = {}
+    for run in group.runs:
+        panels.setdefault((base_name(run), apart(run, group.runs)), []).append(run)
     width = 3.3 if columns > 1 else 4.2
-    figure, axes = _panels(len(encodings), columns, width, 2.35, sharex=True, sharey=True)
-    reference = _baseline(group)
-    for axis, encoding in zip(axes, encodings):
+    figure, axes = _panels(len(panels), columns, width, 2.35, sharex=True, sharey=True)
+    for axis, ((encoding, setting), runs) in zip(axes, panels.items()):
+        reference = _baseline(runs[0], group)
         if reference is not None and encoding != "none":
             _curve(axis, curves(reference)["line"], GREY, "", "-", width=1.2)
-        for run in (r for r in group.runs if base_name(r) == encoding):
+        for run in runs:
             colour, marker = look[encoding]
             found = curves(run)
             _curve(axis, found["line"], colour, marker, "--" if run["placement"] == "uniform" else "-")
             if run["placement"] != "uniform":
                 _curve(axis, found.get("hollow", []), colour, marker, "", hollow=True)
         axis.axhline(100 * group.runs[0]["majority_class"], color=GREY, linewidth=1, linestyle=":")
-        axis.set(title=encoding, ylim=(0, 102))
+        axis.set(title=f"{encoding}\n{setting}".strip(), ylim=(0, 102))
         axis.label_outer()
     figure.supxlabel(label, fontsize=10)
     figure.supylabel("accuracy (%)", fontsize=10)

@@ -52,6 +52,21 @@ def setup(run: Run) -> dict[str, Any]:
     }
 
 
+def settings(run: Run) -> dict[str, Any]:
+    """How a run was trained, but for encoding, placement and seed; which weights, of a model not trained here."""
+    found = {key: run[key] for key in ("architecture", "epochs")}
+    if run["seed"] is None:
+        found["weights"] = run["checkpoint"] or ("published" if run["trained"] else "random")
+    return found | {key: value for key, value in flat(run.get("recipe") or {}).items() if key != "train.epochs"}
+
+
+def apart(run: Run, runs: Iterable[Run]) -> str:
+    """What of its settings tells a run from those of `runs` with its encoding, e.g. "train.lr 0.01"; '' if nothing."""
+    others, mine = [settings(other) for other in runs if base_name(other) == base_name(run)], settings(run)
+    varied = [key for key in mine if any(mine[key] != other.get(key) for other in others)]
+    return ", ".join(str(mine[key]) if key == "architecture" else f"{key} {mine[key]}" for key in varied)
+
+
 def decided(run: Run) -> str:
     """Among which classes is decided, where a model knows more of them than the images show; else ''."""
     found = run.get("decision")
@@ -259,13 +274,15 @@ def over_seeds(runs: Iterable[Run]) -> list[Run]:
     """For figures and long tables: one run in the place of those that differ in nothing but the seed, which it names as
     `seeds`. Its numbers are their means, its intervals reach from the lowest seed to the highest."""
     families: dict[str, list[Run]] = {}
-    for run in runs:
+    for i, run in enumerate(runs):
         trained = [run[key] for key in ("encoding", "architecture", "epochs", "placement")]
-        key = json.dumps([*trained, run.get("recipe"), run["label"] if run["seed"] is None else None], sort_keys=True)
+        key = json.dumps([*trained, run.get("recipe"), i if run["seed"] is None else None], sort_keys=True)
         families.setdefault(key, []).append(run)
-    return [
-        one[0] if len(one) == 1 else _merged(one) | {"seeds": [run["seed"] for run in one]} for one in families.values()
-    ]
+    return [one[0] if len(one) == 1 else _mean(one) for one in families.values()]
+
+
+def _mean(runs: list[Run]) -> Run:
+    return _merged(runs) | {"recipe": runs[0].get("recipe"), "seeds": [run["seed"] for run in runs]}
 
 
 def _merged(parts: Sequence[Any]) -> Any:

@@ -13,7 +13,7 @@ from vitpos.report.figures import drawings, styles
 from vitpos.report.files import SCHEMA
 from vitpos.report.grouping import Group, Run, compared_with, difference, groups, over_seeds, sizes_of
 from vitpos.report.views import shown, views
-from vitpos.report.words import about, certificates, legend, policies, recipes, remarks, title, trained
+from vitpos.report.words import about, certificates, legend, policies, recipes, remarks, title, told
 from vitpos.tables import change, marks, number, percent, points, span
 
 
@@ -32,7 +32,7 @@ def to_html(results: dict[str, Any]) -> str:
         "span": span,
         "points": points,
         "compared_with": compared_with,
-        "trained": trained,
+        "told": told,
     }
     filters |= {"shown": shown, "marks": marks, "sign": sign, "rank_text": rank_text, "unit_of": unit_of}
     environment.filters |= filters | {"number": number, "change": change}
@@ -87,7 +87,6 @@ def _page_group(results: dict[str, Any], group: Group, index: int) -> dict[str, 
         "data": group.data,
         "images": group.images,
         "placed": group.placed,
-        "seeds": len({run["seed"] for run in group.runs}) > 1,
         "runs": group.runs,
         "columns": group.columns,
         "legend": legend(group),

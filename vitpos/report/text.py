@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from vitpos.report.compare_tables import records, table
-from vitpos.report.grouping import Group, base_name, groups
+from vitpos.report.compare_tables import named, records, table
+from vitpos.report.grouping import Group, apart, base_name, groups
 from vitpos.report.words import title
 from vitpos.tables import Table, csv, latex, markdown, percent, span
 
@@ -33,7 +33,7 @@ def to_csv(results: dict[str, Any]) -> str:
     models = [
         {
             "of": "model", "data": group.data, "apart": group.apart, "encoding": base_name(run),
-            "trained": run["placement"], "recipe": "", "seeds": run["seed"],
+            "trained": run["placement"], "recipe": apart(run, group.runs), "seeds": run["seed"],
             "metric": column.key, "title": column.title, "unit": "percent", "label": run["label"],
             **{key: entry[key] for key in ("value", "low", "high", "over")},
         }
@@ -51,9 +51,9 @@ def _models(group: Group) -> Table:
     heads = ["encoding", *["trained at"] * group.placed, *["seed"] * seeds, *(column.title for column in group.columns)]
     rows = []
     for run in group.runs:
-        cells = [base_name(run), *[str(run["placement"] or "–")] * group.placed]
+        cells = [str(run["placement"] or "–")] * group.placed
         cells += ["–" if run["seed"] is None else str(run["seed"])] * seeds
         for entry in (column.pick(run) for column in group.columns):
             cells.append(f"{percent(entry['value'])} ({span(entry)})" if entry else "–")
-        rows.append([[cell] for cell in cells])
+        rows.append([named(base_name(run), apart(run, group.runs)), *([cell] for cell in cells)])
     return Table(heads, rows, title(group))

@@ -5,7 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from vitpos.report.grouping import Group, Run, base_name, compared_with, decided, flat, setup, shifts_of, sizes_of
+from vitpos.report.grouping import (
+    Group,
+    Run,
+    apart,
+    base_name,
+    compared_with,
+    decided,
+    flat,
+    setup,
+    shifts_of,
+    sizes_of,
+)
 from vitpos.tables import percent, span
 
 POLICIES = {  # what an encoding does at a size beyond that of training
@@ -26,14 +37,14 @@ def title(group: Group) -> str:
     return ", ".join(part for part in parts if part)
 
 
-def trained(run: Run, seeds: bool) -> str:
-    """What is said of a run below its encoding; its seed where there are several of any."""
-    said = [f"trained {run['placement']}"] if run["placement"] else []
+def told(run: Run, runs: list[Run]) -> list[str]:
+    """What is said of a run below its encoding, so that it is told from the others of its table, `runs`."""
+    said = [apart(run, runs), f"trained {run['placement']}" if run["placement"] else ""]
     if "seeds" in run:
         said.append(f"{len(run['seeds'])} seeds")
-    elif seeds:
+    elif run["seed"] is not None and len({other["seed"] for other in runs}) > 1:
         said.append(f"seed {run['seed']}")
-    return ", ".join(said)
+    return [line for line in said if line]
 
 
 def about(group: Group) -> str:

@@ -1,0 +1,139 @@
+"""Rows and panels of one encoding say what tells them apart: architecture, weights, recipe, placement, seed."""
+
+import csv
+import io
+import re
+
+import pytest
+from madeup import changed, interval, plain_page, results, run
+from rich.console import Console
+
+from vitpos import report
+from vitpos.report import figures, grouping, words
+
+PUBLISHED = {"placement": None, "seed": None, "epochs": None, "encoding": "native", "checkpoint": None}
+
+
+def timm(name, **changes):
+    return run("native") | PUBLISHED | {"label": name, "architecture": name} | changes
+
+
+MODELS = [timm("vit_tiny"), timm("vit_small"), timm("vit_small", checkpoint="own.pth"), timm("vit_tiny", trained=False)]
+NAMES = {"vit_tiny, weights published", "vit_small, weights published", "vit_small, weights own.pth",
+         "vit_tiny, weights random"}  # fmt: skip
+
+
+def with_table(one, rows=2):
+    """The run with a table of its own, that stands on the terminal."""
+    view = {"kind": "table", "key": "t", "title": "A table of its own", "note": "n", "brief": True,
+            "columns": [{"title": "block", "unit": ""}, {"title": "kept", "unit": "percent"}],
+            "rows": [[f"{i}x{i}", interval(0.5)] for i in range(1, rows + 1)]}  # fmt: skip
+    return one | {"probes": {**one["probes"], "mine": {"definitions": {}, "options": {}, "views": [view]}}}
+
+
+def printed(result, width=120):
+    out = io.StringIO()
+    report.print_table(result, Console(file=out, width=width))
+    return out.getvalue()
+
+
+def own_table(*runs):
+    """The first column of the runs' own table on the terminal, line by line."""
+    text = printed(results(*runs))
+    lines = text[text.index("A table of its own") :].splitlines()[3:]
+    return [line[: lines[0].index("1x1")].strip() for line in lines if line.strip()]
+
+
+def test_models_that_were_not_trained_here_are_told_apart_by_architecture_and_weights():
+    result = results(*MODELS)
+    (group,) = report.groups(result)
+    assert {", ".join(words.told(one, group.runs)) for one in group.runs} == NAMES
+    assert [words.told(one, [one]) for one in group.runs] == [[]] * 4  # alone there is nothing to say
+
+    flat = " ".join(printed(result).split())
+    rows = list(csv.DictReader(io.StringIO(report.to_csv(result))))
+    for name in NAMES:
+        assert name in flat
+        assert f"| `native ({name})` |" in report.to_markdown(result)
+        assert {row["label"] for row in rows if row["recipe"] == name} == {name.partition(",")[0]}
+
+
+def test_such_models_are_never_taken_for_seeds_of_one():
+    assert grouping.over_seeds([timm("vit_small"), timm("vit_small", checkpoint="own.pth")] * 2) == [
+        timm("vit_small"), timm("vit_small", checkpoint="own.pth"),
+    ] * 2  # fmt: skip
+
+
+def test_rows_of_a_table_of_its_own_begin_with_what_is_said_of_their_run():
+    home, uniform = with_table(run("ape1d"), 2), with_table(run("ape1d", "uniform"), 1)
+    assert own_table(home, uniform) == ["ape1d", "trained home", "", "", "ape1d", "trained uniform"]
+    one, other = with_table(run("ape1d"), 2), with_table(run("ape1d", seed=1), 1)
+    said = own_table(one, other)
+    assert said == ["ape1d", "trained home", "seed 0", "", "ape1d", "trained home", "seed 1"]  # more lines than rows
+
+
+def recipe(one, lr):
+    return one | {"recipe": {"train": {"lr": lr, "wd": 0.05, "epochs": 3}}}
+
+
+def test_recipes_are_told_apart_by_what_differs_and_only_among_one_encoding():
+    one, two, other = recipe(run("ape1d"), 0.1), recipe(run("ape1d"), 0.2), recipe(run("none"), 0.3)
+    runs = [one, two, other]
+    assert [words.told(one, runs)[0] for one in runs] == ["train.lr 0.1", "train.lr 0.2", "trained home"]
+    assert words.told(one | {"epochs": 9}, runs)[0] == "epochs 9, train.lr 0.1"
+    text = printed(results(*runs))
+    assert "train.lr 0.1" in text
+    assert "train.lr 0.3" not in text
+    assert "weights" not in text  # folders of runs that were trained here differ anyway
+
+
+def test_means_of_seeds_keep_their_recipe():
+    """Not the mean of it, which is not 0.1 of three times 0.1."""
+    group = report.groups(results(*(recipe(run("ape1d", seed=seed), 0.1) for seed in (0, 1, 2))))[0]
+    (mean,) = grouping.over_seeds(group.runs)
+    assert words.told(mean, group.runs) == ["trained home", "3 seeds"]
+
+
+def titles(drawing):
+    return [axis.get_title() for axis in drawing.draw(3).axes if axis.get_visible()]
+
+
+def drawn(*runs):
+    result = results(*runs)
+    return figures.drawings(result, report.groups(result)[0])
+
+
+def test_curves_have_a_panel_a_setting_and_maps_a_panel_a_model():
+    position, shift, *_ = drawn(*MODELS)
+    assert {title.replace("native\n", "") for title in titles(shift)} == NAMES
+    assert {title.replace("native\n", "") for title in titles(position)} == NAMES
+    _, shift, *_ = drawn(run("ape1d"), run("ape1d", "uniform"), run("none"))
+    assert titles(shift) == ["ape1d", "none"]  # the control is a dashed line
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_grey_is_the_none_that_was_trained_alike(first):
+    """Whichever stands first."""
+    small = changed(run("none"), "architecture", "vit_small")
+    low = [interval(0.2)] * 9
+    for point, accuracy in zip(small["probes"]["translation"]["variants"]["canvas"]["patch"]["by_distance"], low):
+        point["accuracy"] = accuracy
+    nones = [run("none"), small] if first else [small, run("none")]
+    runs = [*nones, run("ape1d"), changed(run("ape1d"), "architecture", "vit_small"), timm("vit_base")]
+    _, shift, *_ = drawn(*runs)
+    assert "Grey: none of the same architecture and epochs" in shift.caption
+    found = {}
+    for axis in shift.draw(3).axes:
+        grey = [line for line in axis.lines if line.get_color() == figures.GREY and len(line.get_xdata()) > 2]
+        found[axis.get_title()] = [round(line.get_ydata()[0]) for line in grey]
+    assert found["ape1d\nvit_tiny_patch16_224"] == [90]
+    assert found["ape1d\nvit_small"] == [20]
+    assert found["native"] == []  # of which there is no such none
+
+
+def test_each_table_of_the_page_says_which_model_a_row_is():
+    page = plain_page(results(*map(with_table, MODELS)))
+    tables = [re.sub(r"<[^>]+>", " ", table) for table in re.findall(r"<tbody>(.*?)</tbody>", page, re.DOTALL)]
+    assert len(tables) == 5  # the main one, shifts, sizes, its own, provenance
+    for name in NAMES:
+        assert [name in " ".join(table.split()) for table in tables] == [True] * 4 + [False]  # which has columns for it
