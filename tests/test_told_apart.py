@@ -5,7 +5,7 @@ import io
 import re
 
 import pytest
-from madeup import changed, interval, plain_page, results, run
+from madeup import interval, plain_page, results, run
 from rich.console import Console
 
 from vitpos import report
@@ -73,7 +73,7 @@ def test_rows_of_a_table_of_its_own_begin_with_what_is_said_of_their_run():
 
 
 def recipe(one, lr):
-    return one | {"recipe": {"train": {"lr": lr, "wd": 0.05, "epochs": 3}}}
+    return one | {"recipe": {"train": {"lr": lr, "wd": 0.05, "epochs": 3}}, "checkpoint": f"runs/{lr}/last.safetensors"}
 
 
 def test_recipes_are_told_apart_by_what_differs_and_only_among_one_encoding():
@@ -111,24 +111,39 @@ def test_curves_have_a_panel_a_setting_and_maps_a_panel_a_model():
     assert titles(shift) == ["ape1d", "none"]  # the control is a dashed line
 
 
-@pytest.mark.parametrize("first", [0, 1])
-def test_grey_is_the_none_that_was_trained_alike(first):
+def low(none):
+    """A `none` whose accuracy is 20% everywhere, not 90."""
+    for point in none["probes"]["translation"]["variants"]["canvas"]["patch"]["by_distance"]:
+        point["accuracy"] = interval(0.2)
+    return none
+
+
+def greys(drawing):
+    """The grey curve of each panel, by its first number."""
+    lines = {axis.get_title(): [line for line in axis.lines if line.get_color() == figures.GREY] for axis in
+             drawing.draw(3).axes}  # fmt: skip
+    return {
+        title: [round(line.get_ydata()[0]) for line in found if len(line.get_xdata()) > 2]
+        for title, found in lines.items()
+    }
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_grey_is_the_none_that_was_trained_alike(order):
     """Whichever stands first."""
-    small = changed(run("none"), "architecture", "vit_small")
-    low = [interval(0.2)] * 9
-    for point, accuracy in zip(small["probes"]["translation"]["variants"]["canvas"]["patch"]["by_distance"], low):
-        point["accuracy"] = accuracy
-    nones = [run("none"), small] if first else [small, run("none")]
-    runs = [*nones, run("ape1d"), changed(run("ape1d"), "architecture", "vit_small"), timm("vit_base")]
-    _, shift, *_ = drawn(*runs)
+    small = {"architecture": "vit_small"}
+    nones = [run("none"), low(run("none") | small)][::order]
+    _, shift, *_ = drawn(*nones, run("ape1d"), run("ape1d") | small, timm("vit_base"))
     assert "Grey: none of the same architecture and epochs" in shift.caption
-    found = {}
-    for axis in shift.draw(3).axes:
-        grey = [line for line in axis.lines if line.get_color() == figures.GREY and len(line.get_xdata()) > 2]
-        found[axis.get_title()] = [round(line.get_ydata()[0]) for line in grey]
+    found = greys(shift)
     assert found["ape1d\nvit_tiny_patch16_224"] == [90]
     assert found["ape1d\nvit_small"] == [20]
     assert found["native"] == []  # of which there is no such none
+
+    nones = [recipe(run("none"), 0.1), recipe(low(run("none")), 0.2)][::order]
+    _, shift, *_ = drawn(*nones, *(recipe(run("ape1d"), lr) for lr in (0.1, 0.2)))
+    found = greys(shift)
+    assert (found["ape1d\ntrain.lr 0.1"], found["ape1d\ntrain.lr 0.2"]) == ([90], [20])
 
 
 def test_each_table_of_the_page_says_which_model_a_row_is():

@@ -278,11 +278,9 @@ def over_seeds(runs: Iterable[Run]) -> list[Run]:
         trained = [run[key] for key in ("encoding", "architecture", "epochs", "placement")]
         key = json.dumps([*trained, run.get("recipe"), i if run["seed"] is None else None], sort_keys=True)
         families.setdefault(key, []).append(run)
-    return [one[0] if len(one) == 1 else _mean(one) for one in families.values()]
-
-
-def _mean(runs: list[Run]) -> Run:
-    return _merged(runs) | {"recipe": runs[0].get("recipe"), "seeds": [run["seed"] for run in runs]}
+    return [
+        one[0] if len(one) == 1 else _merged(one) | {"seeds": [run["seed"] for run in one]} for one in families.values()
+    ]
 
 
 def _merged(parts: Sequence[Any]) -> Any:
