@@ -2,10 +2,13 @@
 
 import csv
 import io
+import itertools
 import re
 
 import pytest
 from madeup import interval, plain_page, results, run
+from matplotlib import rc_context
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from rich.console import Console
 
 from vitpos import report
@@ -31,6 +34,12 @@ def with_table(one, rows=2):
     return one | {"probes": {**one["probes"], "mine": {"definitions": {}, "options": {}, "views": [view]}}}
 
 
+def with_map(one):
+    view = {"kind": "maps", "key": "m", "title": "Maps of its own", "note": "n", "unit": "logits",
+            "panels": [{"name": "logit", "values": [[1.0, 2.0], [0.5, 1.0]]}]}  # fmt: skip
+    return one | {"probes": {**one["probes"], "mine": {"definitions": {}, "options": {}, "views": [view]}}}
+
+
 def printed(result, width=120):
     out = io.StringIO()
     report.print_table(result, Console(file=out, width=width))
@@ -49,6 +58,8 @@ def test_models_that_were_not_trained_here_are_told_apart_by_architecture_and_we
     (group,) = report.groups(result)
     assert {", ".join(words.told(one, group.runs)) for one in group.runs} == NAMES
     assert [words.told(one, [one]) for one in group.runs] == [[]] * 4  # alone there is nothing to say
+    assert [words.told(one, MODELS[:2]) for one in MODELS[:2]] == [["vit_tiny"], ["vit_small"]]
+    assert words.told(run("ape1d"), [*MODELS, run("ape1d")]) == ["trained home"]  # the only seed there is
 
     flat = " ".join(printed(result).split())
     rows = list(csv.DictReader(io.StringIO(report.to_csv(result))))
@@ -105,10 +116,23 @@ def drawn(*runs):
 
 def test_curves_have_a_panel_a_setting_and_maps_a_panel_a_model():
     position, shift, *_ = drawn(*MODELS)
-    assert {title.replace("native\n", "") for title in titles(shift)} == NAMES
-    assert {title.replace("native\n", "") for title in titles(position)} == NAMES
+    for drawing in (shift, position):
+        assert {title.removeprefix("native\n").replace("\n", " ") for title in titles(drawing)} == NAMES
     _, shift, *_ = drawn(run("ape1d"), run("ape1d", "uniform"), run("none"))
     assert titles(shift) == ["ape1d", "none"]  # the control is a dashed line
+
+
+@pytest.mark.parametrize("columns", [2, 5])
+def test_long_names_do_not_run_into_each_other(columns):
+    long = ("vit_small_patch16_rope_mixed_ape_224.naver_in1k", "vit_base_patch16_clip_quickgelu_224.metaclip_2pt5b",
+            "vit_base_patch16_siglip_gap_512.v2_webli")  # fmt: skip
+    for drawing in drawn(*(with_map(timm(name, checkpoint=f"weights/{name}.safetensors")) for name in long)):
+        with rc_context(figures.RC):
+            figure = drawing.draw(columns)
+            FigureCanvasAgg(figure).draw()
+        boxes = [axis.title.get_window_extent() for axis in figure.axes if axis.get_visible() and axis.get_title()]
+        assert len(boxes) == 3
+        assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2)), drawing.name
 
 
 def low(none):

@@ -8,6 +8,7 @@ import io
 import itertools
 import math
 import re
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -107,8 +108,9 @@ def _panels(count: int, columns: int, width: float, height: float, **kwargs: Any
     return figure, axes[:count]
 
 
-def _run_title(run: Run, group: Group) -> str:
-    return "\n".join([base_name(run), *told(run, group.runs)])
+def _title(*lines: str, width: float) -> str:
+    """The title of a panel of so many inches; names of models and files may be longer than it."""
+    return "\n".join(part for line in lines for part in textwrap.wrap(line, int(width * 10)))
 
 
 def _mean_of(group: Group) -> str:
@@ -210,7 +212,8 @@ def drawings(results: dict[str, Any], group: Group, prefix: str = "") -> list[Dr
 
 def _probe_curves(group: Group, found: Shown, columns: int) -> Figure:
     """One panel a run, one line a series."""
-    figure, axes = _panels(len(found.runs), columns, 3.3 if columns > 1 else 4.2, 2.6, sharex=True, sharey=True)
+    width = 3.3 if columns > 1 else 4.2
+    figure, axes = _panels(len(found.runs), columns, width, 2.6, sharex=True, sharey=True)
     names = list(dict.fromkeys(line["name"] for _, view in found.runs for line in view["series"]))
     drawn: dict[str, Any] = {}
     scale = 100 if found.view["unit"] == "percent" else 1
@@ -225,7 +228,7 @@ def _probe_curves(group: Group, found: Shown, columns: int) -> Figure:
                 [x for x, _ in points], value, bars, color=PALETTE[i % len(PALETTE)], marker=MARKERS[i % len(MARKERS)],
                 markersize=4, elinewidth=1, linewidth=1.6,
             )  # fmt: skip
-        axis.set(title=_run_title(run, group))
+        axis.set(title=_title(base_name(run), *told(run, group.runs), width=width))
         if any(isinstance(x, str) for line in view["series"] for x in line["x"]):
             axis.tick_params(axis="x", labelrotation=60)
         axis.label_outer()
@@ -248,7 +251,7 @@ def _probe_maps(group: Group, found: Shown, columns: int) -> Figure:
     known = [v for rows in values for row in rows for v in row if not math.isnan(v)] or [0.0]
     for axis, (run, panel), rows in zip(axes, panels, values):
         mesh = axis.pcolormesh(rows, cmap="cividis", vmin=min(known), vmax=max(known), edgecolors="none")
-        axis.set(aspect="equal", title=_run_title(run, group) + (f"\n{panel['name']}" if panel["name"] else ""))
+        axis.set(aspect="equal", title=_title(base_name(run), *told(run, group.runs), panel["name"], width=2))
         axis.invert_yaxis()
         axis.set_xticks([]), axis.set_yticks([])
         axis.grid(False)
@@ -275,7 +278,7 @@ def _heat_maps(group: Group, columns: int) -> Figure:
                 axis.text(j + 0.5, i + 0.5, f"{values[i][j]:.0f}", ha="center", va="center", color=colour, fontsize=8.5)
         y, x = rows.index(patch["shifts"][0][0]), cols.index(patch["shifts"][0][1])
         axis.plot([x, x + 1, x + 1, x, x], [y, y, y + 1, y + 1, y], color="#D55E00", linewidth=2, clip_on=False)
-        axis.set(aspect="equal", title=_run_title(run, group))
+        axis.set(aspect="equal", title=_title(base_name(run), *told(run, group.runs), width=2))
         axis.set_xticks([k + 0.5 for k in range(len(cols))], [str(c) for c in cols])
         axis.set_yticks([k + 0.5 for k in range(len(rows))], [str(r) for r in rows])
         axis.invert_yaxis()
@@ -338,7 +341,7 @@ def _curves(
             if run["placement"] != "uniform":
                 _curve(axis, found.get("hollow", []), colour, marker, "", hollow=True)
         axis.axhline(100 * group.runs[0]["majority_class"], color=GREY, linewidth=1, linestyle=":")
-        axis.set(title=f"{encoding}\n{setting}".strip(), ylim=(0, 102))
+        axis.set(title=_title(encoding, setting, width=width), ylim=(0, 102))
         axis.label_outer()
     figure.supxlabel(label, fontsize=10)
     figure.supylabel("accuracy (%)", fontsize=10)

@@ -61,9 +61,11 @@ def settings(run: Run) -> dict[str, Any]:
 
 
 def apart(run: Run, runs: Iterable[Run]) -> str:
-    """What of its settings tells a run from those of `runs` with its encoding, e.g. "train.lr 0.01"; '' if nothing."""
-    others, mine = [settings(other) for other in runs if base_name(other) == base_name(run)], settings(run)
-    varied = [key for key in mine if any(mine[key] != other.get(key) for other in others)]
+    """What of its settings tells a run from those of `runs` with its encoding, e.g. "train.lr 0.01"; '' if nothing.
+    Weights only from others of its architecture."""
+    mine, others = settings(run), [settings(other) for other in runs if base_name(other) == base_name(run)]
+    same = [other for other in others if other["architecture"] == run["architecture"]]
+    varied = [key for key in mine if any(mine[key] != o.get(key) for o in (same if key == "weights" else others))]
     return ", ".join(str(mine[key]) if key == "architecture" else f"{key} {mine[key]}" for key in varied)
 
 

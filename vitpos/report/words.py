@@ -42,7 +42,7 @@ def told(run: Run, runs: list[Run]) -> list[str]:
     said = [apart(run, runs), f"trained {run['placement']}" if run["placement"] else ""]
     if "seeds" in run:
         said.append(f"{len(run['seeds'])} seeds")
-    elif run["seed"] is not None and len({other["seed"] for other in runs}) > 1:
+    elif run["seed"] is not None and len({other["seed"] for other in runs} - {None}) > 1:
         said.append(f"seed {run['seed']}")
     return [line for line in said if line]
 
