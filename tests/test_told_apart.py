@@ -34,6 +34,12 @@ def with_table(one, rows=2):
     return one | {"probes": {**one["probes"], "mine": {"definitions": {}, "options": {}, "views": [view]}}}
 
 
+def with_curves(one):
+    view = {"kind": "curves", "key": "c", "title": "Curves of its own", "note": "n", "x": "layer", "y": "share (%)",
+            "unit": "percent", "series": [{"name": "row", "x": ["1", "2"], "y": [0.1, 0.2]}]}  # fmt: skip
+    return one | {"probes": {**one["probes"], "mine": {"definitions": {}, "options": {}, "views": [view]}}}
+
+
 def with_map(one):
     view = {"kind": "maps", "key": "m", "title": "Maps of its own", "note": "n", "unit": "logits",
             "panels": [{"name": "logit", "values": [[1.0, 2.0], [0.5, 1.0]]}]}  # fmt: skip
@@ -58,8 +64,11 @@ def test_models_that_were_not_trained_here_are_told_apart_by_architecture_and_we
     (group,) = report.groups(result)
     assert {", ".join(words.told(one, group.runs)) for one in group.runs} == NAMES
     assert [words.told(one, [one]) for one in group.runs] == [[]] * 4  # alone there is nothing to say
-    assert [words.told(one, MODELS[:2]) for one in MODELS[:2]] == [["vit_tiny"], ["vit_small"]]
+    both = [timm("vit_tiny", trained=False), timm("vit_small")]
+    assert [words.told(one, both) for one in both] == [["vit_tiny"], ["vit_small"]]  # their weights differ anyway
     assert words.told(run("ape1d"), [*MODELS, run("ape1d")]) == ["trained home"]  # the only seed there is
+    assert words.told(MODELS[0], [*MODELS, run("ape1d"), run("ape1d", seed=1)]) == ["vit_tiny, weights published"]
+    assert words.told(MODELS[0], [MODELS[0], run("native")]) == ["vit_tiny"]  # no "epochs None"
 
     flat = " ".join(printed(result).split())
     rows = list(csv.DictReader(io.StringIO(report.to_csv(result))))
@@ -67,6 +76,18 @@ def test_models_that_were_not_trained_here_are_told_apart_by_architecture_and_we
         assert name in flat
         assert f"| `native ({name})` |" in report.to_markdown(result)
         assert {row["label"] for row in rows if row["recipe"] == name} == {name.partition(",")[0]}
+
+
+def test_weights_are_named_by_the_end_of_their_path_that_tells_them_apart():
+    paths = ["a/b/x/last.pth", "a/b/y/last.pth", "a/b/y/best.pth"]
+    runs = [timm("vit", checkpoint=path) for path in paths]
+    assert [words.told(one, runs)[0] for one in runs] == [
+        "weights x/last.pth",
+        "weights y/last.pth",
+        "weights best.pth",
+    ]
+    runs = [timm("vit", checkpoint=path) for path in ("last.pth", "x/last.pth")]
+    assert [words.told(one, runs)[0] for one in runs] == ["weights last.pth", "weights x/last.pth"]
 
 
 def test_such_models_are_never_taken_for_seeds_of_one():
@@ -78,6 +99,9 @@ def test_such_models_are_never_taken_for_seeds_of_one():
 def test_rows_of_a_table_of_its_own_begin_with_what_is_said_of_their_run():
     home, uniform = with_table(run("ape1d"), 2), with_table(run("ape1d", "uniform"), 1)
     assert own_table(home, uniform) == ["ape1d", "trained home", "", "", "ape1d", "trained uniform"]
+    for row in home["probes"]["mine"]["views"][0]["rows"]:
+        row[1] = 0.5  # rows of one line
+    assert own_table(home, uniform) == ["ape1d", "trained home", "ape1d", "trained uniform"]
     one, other = with_table(run("ape1d"), 2), with_table(run("ape1d", seed=1), 1)
     said = own_table(one, other)
     assert said == ["ape1d", "trained home", "seed 0", "", "ape1d", "trained home", "seed 1"]  # more lines than rows
@@ -91,11 +115,30 @@ def test_recipes_are_told_apart_by_what_differs_and_only_among_one_encoding():
     one, two, other = recipe(run("ape1d"), 0.1), recipe(run("ape1d"), 0.2), recipe(run("none"), 0.3)
     runs = [one, two, other]
     assert [words.told(one, runs)[0] for one in runs] == ["train.lr 0.1", "train.lr 0.2", "trained home"]
-    assert words.told(one | {"epochs": 9}, runs)[0] == "epochs 9, train.lr 0.1"
+    assert words.told(one | {"epochs": 9}, runs)[0] == "epochs 9, train.lr 0.1, train.epochs 3"
     text = printed(results(*runs))
     assert "train.lr 0.1" in text
     assert "train.lr 0.3" not in text
     assert "weights" not in text  # folders of runs that were trained here differ anyway
+
+
+def test_what_a_recipe_says_twice_is_said_once_and_an_unknown_one_is_no_other():
+    def trained(architecture, epochs, changes=()):
+        model, train = {"name": architecture, "dim": 64 if architecture == "vit_small" else 32}, {"epochs": epochs}
+        known = {"architecture": architecture, "epochs": epochs, "recipe": {"model": model, "train": train}}
+        return run("ape1d") | known | dict(changes)
+
+    runs = [trained("vit_small", 3), trained("vit_tiny", 9)]
+    assert words.told(runs[0], runs)[0] == "vit_small, epochs 3, model.dim 64"
+    stopped = trained("vit_small", 9, {"epochs": 3})  # of 9
+    assert words.told(stopped, [trained("vit_small", 3), stopped])[0] == "train.epochs 9"
+    runs = [trained("vit_small", 3), trained("vit_small", 3, {"recipe": None, "seed": 1})]
+    assert [words.told(one, runs) for one in runs] == [
+        ["trained home", "seed 0"],
+        ["recipe unknown", "trained home", "seed 1"],
+    ]
+    assert words.told(runs[1], runs[1:]) == ["trained home"]  # of any
+    assert "recipe" not in " ".join(words.told(timm("vit"), [timm("vit"), *runs]))
 
 
 def test_means_of_seeds_keep_their_recipe():
@@ -118,6 +161,13 @@ def test_curves_have_a_panel_a_setting_and_maps_a_panel_a_model():
     position, shift, *_ = drawn(*MODELS)
     for drawing in (shift, position):
         assert {title.removeprefix("native\n").replace("\n", " ") for title in titles(drawing)} == NAMES
+    *_, own = drawn(*map(with_map, MODELS))
+    assert {title.removesuffix("\nlogit").removeprefix("native\n").replace("\n", " ") for title in titles(own)} == {
+        *NAMES, "",  # the colour bar
+    }  # fmt: skip
+    assert sum(title.endswith("\nlogit") for title in titles(own)) == 4
+    *_, own = drawn(*map(with_curves, MODELS))
+    assert {title.removeprefix("native\n").replace("\n", " ") for title in titles(own)} == NAMES
     _, shift, *_ = drawn(run("ape1d"), run("ape1d", "uniform"), run("none"))
     assert titles(shift) == ["ape1d", "none"]  # the control is a dashed line
 
@@ -128,11 +178,30 @@ def test_long_names_do_not_run_into_each_other(columns):
             "vit_base_patch16_siglip_gap_512.v2_webli")  # fmt: skip
     for drawing in drawn(*(with_map(timm(name, checkpoint=f"weights/{name}.safetensors")) for name in long)):
         with rc_context(figures.RC):
-            figure = drawing.draw(columns)
+            figure = drawing.laid_out(columns)
             FigureCanvasAgg(figure).draw()
-        boxes = [axis.title.get_window_extent() for axis in figure.axes if axis.get_visible() and axis.get_title()]
+        axes = [axis for axis in figure.axes if axis.get_visible() and axis.get_title()]
+        boxes = [axis.title.get_window_extent() for axis in axes]
         assert len(boxes) == 3
         assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2)), drawing.name
+        assert all(box.y1 <= figure.bbox.y1 for box in boxes), drawing.name
+        assert all(axis.get_window_extent().height >= 100 for axis in axes), drawing.name  # a pixel for each 0.01 inch
+
+
+def test_a_name_is_no_formula():
+    for drawing in drawn(*(timm("vit", checkpoint=f"$a_1_{i}$/x.pth") for i in (2, 3))):
+        assert drawing.png()
+
+
+def test_curves_of_seeds_that_agree_are_drawn():
+    """The mean of three equal numbers may be another one."""
+    for drawing in drawn(*(run("ape1d", seed=seed) for seed in (0, 1, 2))):
+        assert drawing.png()
+
+
+def test_seeds_are_whole_numbers_in_the_spreadsheet():
+    rows = list(csv.DictReader(io.StringIO(report.to_csv(results(run("ape1d"), run("none", seed=1), timm("vit"))))))
+    assert {(row["encoding"], row["seeds"]) for row in rows} == {("ape1d", "0"), ("none", "1"), ("native", "")}
 
 
 def low(none):
@@ -158,16 +227,39 @@ def test_grey_is_the_none_that_was_trained_alike(order):
     small = {"architecture": "vit_small"}
     nones = [run("none"), low(run("none") | small)][::order]
     _, shift, *_ = drawn(*nones, run("ape1d"), run("ape1d") | small, timm("vit_base"))
-    assert "Grey: none of the same architecture and epochs" in shift.caption
+    assert "Grey: none, of the same recipe where there is one; only beside models of its" in shift.caption
     found = greys(shift)
     assert found["ape1d\nvit_tiny_patch16_224"] == [90]
     assert found["ape1d\nvit_small"] == [20]
     assert found["native"] == []  # of which there is no such none
 
+    uniform = low(run("none", "uniform"))
+    _, shift, *_ = drawn(recipe(run("none"), 0.1), recipe(uniform, 0.2), recipe(run("ape1d"), 0.2))
+    assert greys(shift)["ape1d"] == [90]  # of its placement before its recipe, as tables compare it
+    _, shift, *_ = drawn(run("none"), uniform, run("ape1d", "uniform"))
+    assert greys(shift)["ape1d"] == [20]
+
     nones = [recipe(run("none"), 0.1), recipe(low(run("none")), 0.2)][::order]
     _, shift, *_ = drawn(*nones, *(recipe(run("ape1d"), lr) for lr in (0.1, 0.2)))
     found = greys(shift)
     assert (found["ape1d\ntrain.lr 0.1"], found["ape1d\ntrain.lr 0.2"]) == ([90], [20])
+
+
+def test_captions_name_the_grey_that_is_drawn():
+    def caption(*runs):
+        return drawn(*runs)[1].caption.partition("Grey: ")[2].partition(". ")[0]
+
+    longer = run("none") | {"epochs": 9}
+    assert caption(run("none"), run("ape1d")) == "none, run none-home (trained home, seed 0)"
+    assert caption(run("none"), longer, run("ape1d")) == "none, run none-home (trained home, seed 0)"
+    assert caption(run("none"), timm("vit")) == caption(longer, run("ape1d")) == ""
+    assert caption(run("none"), run("ape1d"), timm("vit")) == (
+        "none, run none-home (trained home, seed 0); only beside models of its architecture and epochs"
+    )
+    assert caption(run("none"), run("none", seed=1), run("ape1d")) == "none"  # the mean of both
+    assert caption(run("none"), longer, run("ape1d"), run("ape1d") | {"epochs": 9}) == (
+        "none, of the same recipe where there is one; only beside models of its architecture and epochs"
+    )
 
 
 def test_each_table_of_the_page_says_which_model_a_row_is():

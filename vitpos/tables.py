@@ -81,4 +81,4 @@ def latex(table: Table) -> str:
 
 def csv(records: Sequence[Mapping[str, Any]]) -> str:
     """One line a record; the columns of all of them, in the order in which they come up."""
-    return pd.DataFrame(list(records)).to_csv(index=False)
+    return pd.DataFrame(list(records), dtype=object).to_csv(index=False)

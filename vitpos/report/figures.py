@@ -9,7 +9,7 @@ import itertools
 import math
 import re
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,9 +72,15 @@ class Drawing:
     draw: Callable[[int], Figure]
     columns: int
 
+    def laid_out(self, columns: int) -> Figure:
+        """Laid out twice, here and when it is printed: the first time square panels are taken for wide ones."""
+        figure = self.draw(columns)
+        figure.draw_without_rendering()
+        return figure
+
     def png(self) -> bytes:
         with rc_context(RC):
-            figure = self.draw(self.columns)
+            figure = self.laid_out(self.columns)
             buffer = io.BytesIO()
             FigureCanvasAgg(figure).print_figure(buffer, format="png", dpi=160, facecolor="white")
         return buffer.getvalue()
@@ -82,7 +88,7 @@ class Drawing:
     def svg(self, columns: int) -> str:
         """Inline SVG in the page's own colours: ink and grid follow the theme, the background is the page's."""
         with rc_context(RC):
-            figure = self.draw(columns)
+            figure = self.laid_out(columns)
             buffer = io.StringIO()
             FigureCanvasSVG(figure).print_figure(buffer, format="svg", facecolor="none", metadata={"Date": None})
         text = buffer.getvalue()
@@ -98,19 +104,27 @@ class Drawing:
         return text.replace(INK, "currentColor").replace(GRID, "var(--grid)")
 
 
-def _panels(count: int, columns: int, width: float, height: float, **kwargs: Any) -> tuple[Figure, list[Any]]:
+def _panels(
+    titles: Sequence[Sequence[str]], columns: int, width: float, height: float, bar: float = 0.0, **kwargs: Any
+) -> tuple[Figure, list[Any]]:
+    """Axes below their titles, which may be longer than a panel of `width` inches, less those of a colour `bar`;
+    `height` is that with two lines."""
+    most, count = int(10.8 * (width - bar)), len(titles)
+    texts = ["\n".join(part for line in lines for part in textwrap.wrap(line, most)) for lines in titles]
+    height += 0.2 * max(0, *(text.count("\n") - 1 for text in texts))
     rows = math.ceil(count / columns)
     columns = math.ceil(count / rows)  # rows of about one length
     figure = Figure(figsize=(columns * width, rows * height), layout="constrained")
     axes = list(figure.subplots(rows, columns, squeeze=False, **kwargs).flat)
     for unused in axes[count:]:
         unused.set_visible(False)
+    for axis, text in zip(axes, texts):
+        axis.set_title(text, parse_math=False)
     return figure, axes[:count]
 
 
-def _title(*lines: str, width: float) -> str:
-    """The title of a panel of so many inches; names of models and files may be longer than it."""
-    return "\n".join(part for line in lines for part in textwrap.wrap(line, int(width * 10)))
+def _said(run: Run, group: Group) -> list[str]:
+    return [base_name(run), ", ".join(told(run, group.runs))]
 
 
 def _mean_of(group: Group) -> str:
@@ -130,19 +144,28 @@ def _key(group: Group) -> str:
     lines += _seeds(group)
     grey = list({id(none): none for run in group.runs if (none := _baseline(run, group))}.values())
     if len(grey) == 1:
-        lines += f"Grey: none{'' if 'seeds' in grey[0] else ', run ' + which(grey[0])}. "
+        lines += f"Grey: none{'' if 'seeds' in grey[0] else ', run ' + which(grey[0])}"
     elif grey:
-        lines += "Grey: none of the same architecture and epochs, and of the same recipe where there is one. "
+        lines += "Grey: none, of the same recipe where there is one"
+    if grey:
+        alone = any(base_name(run) != "none" and not _baseline(run, group) for run in group.runs)
+        lines += f"{'; only beside models of its architecture and epochs' * (alone or len(grey) > 1)}. "
     if any("seeds" not in run for run in group.runs):
         lines += f"Bars{' of one seed' * bool(_seeds(group))}: 95% over images, for that model. "
     return f"{lines}Dotted: what always answering the most frequent class reaches."
 
 
 def _baseline(run: Run, group: Group) -> Run | None:
-    """The `none` to be seen beside a run: of its architecture and epochs, of its recipe where there is such a one."""
+    """The `none` to be seen beside a run, if it is another encoding's: of its architecture and epochs; of its placement
+    where there is such a one, else home; then of its recipe."""
     alike = ("architecture", "epochs")
-    able = [r for r in group.runs if base_name(r) == "none" and all(r[key] == run[key] for key in alike)]
-    return next((r for r in able if settings(r) == settings(run)), able[0] if able else None)
+    nones = [r for r in group.runs if base_name(r) == "none"] if base_name(run) != "none" else []
+    able = [r for r in nones if all(r[key] == run[key] for key in alike)]
+    return min(
+        able,
+        key=lambda r: (r["placement"] != run["placement"], r["placement"] != "home", settings(r) != settings(run)),
+        default=None,
+    )
 
 
 def drawings(results: dict[str, Any], group: Group, prefix: str = "") -> list[Drawing]:
@@ -212,12 +235,12 @@ def drawings(results: dict[str, Any], group: Group, prefix: str = "") -> list[Dr
 
 def _probe_curves(group: Group, found: Shown, columns: int) -> Figure:
     """One panel a run, one line a series."""
-    width = 3.3 if columns > 1 else 4.2
-    figure, axes = _panels(len(found.runs), columns, width, 2.6, sharex=True, sharey=True)
+    titles = [_said(run, group) for run, _ in found.runs]
+    figure, axes = _panels(titles, columns, 3.3 if columns > 1 else 4.2, 2.6, sharex=True, sharey=True)
     names = list(dict.fromkeys(line["name"] for _, view in found.runs for line in view["series"]))
     drawn: dict[str, Any] = {}
     scale = 100 if found.view["unit"] == "percent" else 1
-    for axis, (run, view) in zip(axes, found.runs):
+    for axis, (_, view) in zip(axes, found.runs):
         for line in view["series"]:
             i = names.index(line["name"])
             points = [(x, y) for x, y in zip(line["x"], line["y"]) if y is not None]
@@ -228,7 +251,6 @@ def _probe_curves(group: Group, found: Shown, columns: int) -> Figure:
                 [x for x, _ in points], value, bars, color=PALETTE[i % len(PALETTE)], marker=MARKERS[i % len(MARKERS)],
                 markersize=4, elinewidth=1, linewidth=1.6,
             )  # fmt: skip
-        axis.set(title=_title(base_name(run), *told(run, group.runs), width=width))
         if any(isinstance(x, str) for line in view["series"] for x in line["x"]):
             axis.tick_params(axis="x", labelrotation=60)
         axis.label_outer()
@@ -246,12 +268,12 @@ def _probe_curves(group: Group, found: Shown, columns: int) -> Figure:
 def _probe_maps(group: Group, found: Shown, columns: int) -> Figure:
     """One panel a run and map, one colour scale for all."""
     panels = [(run, panel) for run, view in found.runs for panel in view["panels"]]
-    figure, axes = _panels(len(panels), columns, 2.3, 2.3)
+    figure, axes = _panels([[*_said(run, group), panel["name"]] for run, panel in panels], columns, 2.3, 2.3, bar=0.25)
     values = [[[math.nan if v is None else v for v in row] for row in panel["values"]] for _, panel in panels]
     known = [v for rows in values for row in rows for v in row if not math.isnan(v)] or [0.0]
-    for axis, (run, panel), rows in zip(axes, panels, values):
+    for axis, rows in zip(axes, values):
         mesh = axis.pcolormesh(rows, cmap="cividis", vmin=min(known), vmax=max(known), edgecolors="none")
-        axis.set(aspect="equal", title=_title(base_name(run), *told(run, group.runs), panel["name"], width=2))
+        axis.set(aspect="equal")
         axis.invert_yaxis()
         axis.set_xticks([]), axis.set_yticks([])
         axis.grid(False)
@@ -262,7 +284,7 @@ def _probe_maps(group: Group, found: Shown, columns: int) -> Figure:
 
 def _heat_maps(group: Group, columns: int) -> Figure:
     runs = [run for run in group.runs if shifts_of(run).get("patch")]
-    figure, axes = _panels(len(runs), columns, 2.05, 2.25)
+    figure, axes = _panels([_said(run, group) for run in runs], columns, 2.05, 2.25)
     for axis, run in zip(axes, runs):
         patch = shifts_of(run)["patch"]
         rows = sorted({dy for dy, _ in patch["shifts"]})
@@ -278,7 +300,7 @@ def _heat_maps(group: Group, columns: int) -> Figure:
                 axis.text(j + 0.5, i + 0.5, f"{values[i][j]:.0f}", ha="center", va="center", color=colour, fontsize=8.5)
         y, x = rows.index(patch["shifts"][0][0]), cols.index(patch["shifts"][0][1])
         axis.plot([x, x + 1, x + 1, x, x], [y, y, y + 1, y + 1, y], color="#D55E00", linewidth=2, clip_on=False)
-        axis.set(aspect="equal", title=_title(base_name(run), *told(run, group.runs), width=2))
+        axis.set(aspect="equal")
         axis.set_xticks([k + 0.5 for k in range(len(cols))], [str(c) for c in cols])
         axis.set_yticks([k + 0.5 for k in range(len(rows))], [str(r) for r in rows])
         axis.invert_yaxis()
@@ -328,11 +350,9 @@ def _curves(
     panels: dict[tuple[str, str], list[Run]] = {}
     for run in group.runs:
         panels.setdefault((base_name(run), apart(run, group.runs)), []).append(run)
-    width = 3.3 if columns > 1 else 4.2
-    figure, axes = _panels(len(panels), columns, width, 2.35, sharex=True, sharey=True)
-    for axis, ((encoding, setting), runs) in zip(axes, panels.items()):
-        reference = _baseline(runs[0], group)
-        if reference is not None and encoding != "none":
+    figure, axes = _panels(list(panels), columns, 3.3 if columns > 1 else 4.2, 2.35, sharex=True, sharey=True)
+    for axis, ((encoding, _), runs) in zip(axes, panels.items()):
+        if reference := _baseline(runs[0], group):
             _curve(axis, curves(reference)["line"], GREY, "", "-", width=1.2)
         for run in runs:
             colour, marker = look[encoding]
@@ -341,7 +361,7 @@ def _curves(
             if run["placement"] != "uniform":
                 _curve(axis, found.get("hollow", []), colour, marker, "", hollow=True)
         axis.axhline(100 * group.runs[0]["majority_class"], color=GREY, linewidth=1, linestyle=":")
-        axis.set(title=_title(encoding, setting, width=width), ylim=(0, 102))
+        axis.set(ylim=(0, 102))
         axis.label_outer()
     figure.supxlabel(label, fontsize=10)
     figure.supylabel("accuracy (%)", fontsize=10)

@@ -7,6 +7,7 @@ import itertools
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 # Keys of a data configuration that shape training alone: the test images are the same whatever they are.
@@ -54,19 +55,41 @@ def setup(run: Run) -> dict[str, Any]:
 
 def settings(run: Run) -> dict[str, Any]:
     """How a run was trained, but for encoding, placement and seed; which weights, of a model not trained here."""
-    found = {key: run[key] for key in ("architecture", "epochs")}
+    own = {key: run[key] for key in ("architecture", "epochs")}
     if run["seed"] is None:
-        found["weights"] = run["checkpoint"] or ("published" if run["trained"] else "random")
-    return found | {key: value for key, value in flat(run.get("recipe") or {}).items() if key != "train.epochs"}
+        own["weights"] = run["checkpoint"] or ("published" if run["trained"] else "random")
+    recipe = flat(run.get("recipe") or {})
+    again = [("model.name", "architecture"), ("train.epochs", "epochs")]  # the same by another name
+    return own | {k: v for k, v in recipe.items() if not any(k == name and v == own[key] for name, key in again)}
 
 
 def apart(run: Run, runs: Iterable[Run]) -> str:
     """What of its settings tells a run from those of `runs` with its encoding, e.g. "train.lr 0.01"; '' if nothing.
-    Weights only from others of its architecture."""
-    mine, others = settings(run), [settings(other) for other in runs if base_name(other) == base_name(run)]
-    same = [other for other in others if other["architecture"] == run["architecture"]]
-    varied = [key for key in mine if any(mine[key] != o.get(key) for o in (same if key == "weights" else others))]
-    return ", ".join(str(mine[key]) if key == "architecture" else f"{key} {mine[key]}" for key in varied)
+
+    Weights only from others of its architecture, and a recipe from others whose recipe is known.
+    """
+    mine = settings(run)
+    kin = [(other, settings(other)) for other in runs if base_name(other) == base_name(run)]
+    said = []
+    for key, value in mine.items():
+        if key == "weights":
+            others = [theirs for other, theirs in kin if other["architecture"] == run["architecture"]]
+            shown = _end_of(value, [theirs[key] for theirs in others if key in theirs])
+        else:
+            others = [theirs for other, theirs in kin if key in ("architecture", "epochs") or other.get("recipe")]
+            shown = value
+        if value is not None and any(value != theirs.get(key) for theirs in others):
+            said.append(str(shown) if key == "architecture" else f"{key} {shown}")
+    if run["seed"] is not None and not run.get("recipe") and any(other.get("recipe") for other, _ in kin):
+        said.append("recipe unknown")
+    return ", ".join(said)
+
+
+def _end_of(path: str, paths: Iterable[str]) -> str:
+    """As much of the end of a path as no other one has."""
+    parts = Path(path).parts
+    ends = ("/".join(parts[-n:]) for n in range(1, len(parts)))
+    return next((end for end in ends if not any(p != path and p.endswith(end) for p in paths)), path)
 
 
 def decided(run: Run) -> str:
@@ -277,8 +300,8 @@ def over_seeds(runs: Iterable[Run]) -> list[Run]:
     `seeds`. Its numbers are their means, its intervals reach from the lowest seed to the highest."""
     families: dict[str, list[Run]] = {}
     for i, run in enumerate(runs):
-        trained = [run[key] for key in ("encoding", "architecture", "epochs", "placement")]
-        key = json.dumps([*trained, run.get("recipe"), i if run["seed"] is None else None], sort_keys=True)
+        alone = i if run["seed"] is None else None
+        key = json.dumps([run["encoding"], run["placement"], settings(run), alone], sort_keys=True)
         families.setdefault(key, []).append(run)
     return [
         one[0] if len(one) == 1 else _merged(one) | {"seeds": [run["seed"] for run in one]} for one in families.values()
@@ -292,7 +315,8 @@ def _merged(parts: Sequence[Any]) -> Any:
     interval = next((part for part in parts if isinstance(part, dict) and "low" in part), None)
     if interval is not None:  # some may be numbers alone
         values = [part["value"] if isinstance(part, dict) else part for part in parts]
-        return interval | {"value": sum(values) / len(values), "low": min(values), "high": max(values)}
+        low, high = min(values), max(values)
+        return interval | {"value": min(max(sum(values) / len(values), low), high), "low": low, "high": high}
     if all(isinstance(part, dict) for part in parts):
         return {key: _merged([part[key] for part in parts]) for key in first if all(key in part for part in parts)}
     if all(isinstance(part, list) and len(part) == len(first) for part in parts):

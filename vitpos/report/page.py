@@ -32,7 +32,7 @@ def to_html(results: dict[str, Any]) -> str:
         "span": span,
         "points": points,
         "compared_with": compared_with,
-        "told": told,
+        "told": lambda run, runs: ", ".join(told(run, runs)),
     }
     filters |= {"shown": shown, "marks": marks, "sign": sign, "rank_text": rank_text, "unit_of": unit_of}
     environment.filters |= filters | {"number": number, "change": change}
