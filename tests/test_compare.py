@@ -202,6 +202,12 @@ def test_another_recipe_is_another_row_and_says_what_differs():
     text = remarks(members)
     assert text.count("trained otherwise than the none") == 1
     assert "train.lr 0.2, not 0.1" in text
+    runs = [member.run for member in members]
+    page = plain_page(
+        {"schema": report.SCHEMA, "provenance": {}, "runs": runs, "comparison": compare.comparison(members)}
+    )
+    table = page[page.index("<tbody>") : page.index("</tbody>")]
+    assert "<small>train.lr 0.1</small>" in table
 
 
 def test_a_row_of_other_seeds_takes_no_rank_from_the_others():

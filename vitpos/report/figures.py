@@ -157,15 +157,11 @@ def _key(group: Group) -> str:
 
 def _baseline(run: Run, group: Group) -> Run | None:
     """The `none` to be seen beside a run, if it is another encoding's: of its architecture and epochs; of its placement
-    where there is such a one, else home; then of its recipe."""
-    alike = ("architecture", "epochs")
+    where there is such a one, else home (as `baselines` has it); then of its recipe."""
     nones = [r for r in group.runs if base_name(r) == "none"] if base_name(run) != "none" else []
-    able = [r for r in nones if all(r[key] == run[key] for key in alike)]
-    return min(
-        able,
-        key=lambda r: (r["placement"] != run["placement"], r["placement"] != "home", settings(r) != settings(run)),
-        default=None,
-    )
+    able = [r for r in nones if all(r[key] == run[key] for key in ("architecture", "epochs"))]
+    able = [r for r in able if r["placement"] in (run["placement"], "home")]
+    return min(able, key=lambda r: (r["placement"] != run["placement"], settings(r) != settings(run)), default=None)
 
 
 def drawings(results: dict[str, Any], group: Group, prefix: str = "") -> list[Drawing]:
