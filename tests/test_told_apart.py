@@ -261,6 +261,7 @@ def test_captions_name_the_grey_that_is_drawn():
     assert caption(run("none"), run("ape1d")) == "none, run none-home (trained home, seed 0)"
     assert caption(run("none"), longer, run("ape1d")) == "none, run none-home (trained home, seed 0)"
     assert caption(run("none"), timm("vit")) == caption(longer, run("ape1d")) == ""
+    assert caption(run("none") | {"architecture": "vit_small"}, run("ape1d")) == ""
     assert caption(run("none"), run("ape1d"), timm("vit")) == (
         "none, run none-home (trained home, seed 0); only beside models of its architecture and epochs"
     )
