@@ -59,8 +59,8 @@ def settings(run: Run) -> dict[str, Any]:
     if run["seed"] is None:
         own["weights"] = run["checkpoint"] or ("published" if run["trained"] else "random")
     recipe = flat(run.get("recipe") or {})
-    again = [("model.name", "architecture"), ("train.epochs", "epochs")]  # the same by another name
-    return own | {k: v for k, v in recipe.items() if not any(k == name and v == own[key] for name, key in again)}
+    again = {"model.name": run["architecture"], "train.epochs": run["epochs"]}  # the same by another name
+    return own | {key: value for key, value in recipe.items() if key not in again or value != again[key]}
 
 
 def apart(run: Run, runs: Iterable[Run]) -> str:
