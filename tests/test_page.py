@@ -164,3 +164,15 @@ def test_what_a_link_leads_to_opens(browser, page_file):
     assert not table.is_visible()
     page.get_by_role("link", name="all shifts").first.click()
     assert table.is_visible()
+
+
+@pytest.mark.parametrize("join", [", ", "_"])
+def test_long_names_leave_room_for_numbers(browser, tmp_path, join):
+    """Of architectures, weights or recipes, which tell rows of one encoding apart."""
+    path, words = tmp_path / "report.html", join.join(f"word{i}" for i in range(40))
+    path.write_text(plain_page(results(*(run("ape1d") | {"architecture": words + end} for end in "ab"))))
+    page, _ = opened(browser, path, viewport={"width": 1280, "height": 800})
+    row = page.locator("table").first.locator("tbody tr").first
+    assert "word39a" in row.inner_text()
+    last = row.locator("td").last.bounding_box()
+    assert last["x"] + last["width"] < 1280
