@@ -176,3 +176,4 @@ def test_long_names_leave_room_for_numbers(browser, tmp_path, join):
     assert "word39a" in row.inner_text()
     last = row.locator("td").last.bounding_box()
     assert last["x"] + last["width"] < 1280
+    assert row.locator("small").first.evaluate("name => name.scrollWidth <= name.clientWidth")  # nor lies over them
